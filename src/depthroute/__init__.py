@@ -1,0 +1,63 @@
+"""Learned routing over depth for Transformers.
+
+``depthroute.ops`` and ``depthroute.nn`` need only torch. The rest loads on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from depthroute import nn, ops
+from depthroute._version import __version__
+from depthroute.config import RoutingConfig
+from depthroute.errors import BackendError, CheckpointError, ConfigError, DepthrouteError
+from depthroute.plan import Plan
+
+if TYPE_CHECKING:
+    from depthroute.models.convert import (
+        IdentityReport,
+        convert,
+        from_config,
+        from_pretrained,
+        identity_report,
+        parameter_groups,
+        revert,
+    )
+
+_LAZY = {
+    "IdentityReport": "depthroute.models.convert",
+    "convert": "depthroute.models.convert",
+    "from_config": "depthroute.models.convert",
+    "from_pretrained": "depthroute.models.convert",
+    "identity_report": "depthroute.models.convert",
+    "parameter_groups": "depthroute.models.convert",
+    "revert": "depthroute.models.convert",
+}
+
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "ConfigError",
+    "DepthrouteError",
+    "Plan",
+    "RoutingConfig",
+    "__version__",
+    "nn",
+    "ops",
+    *_LAZY,
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'depthroute' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+if importlib.util.find_spec("transformers") is not None:
+    # so that AutoModelForCausalLM.from_pretrained knows routed checkpoints
+    importlib.import_module("depthroute.models.auto")

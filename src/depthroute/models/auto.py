@@ -1,0 +1,89 @@
+"""Configuration and model classes, and their place in transformers' Auto classes.
+
+A routed configuration is the family's own configuration with one more field, ``routing``. On disk
+its ``model_type`` reads ``depthroute`` (with the family under ``base_model_type``), so that a plain
+transformers refuses it instead of loading the weights and silently dropping the routing.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import CheckpointError
+from depthroute.models.architecture import ARCHITECTURES, Architecture
+
+MODEL_TYPE = "depthroute"
+
+
+class RoutedConfigMixin:
+    """Mixed into a family's configuration."""
+
+    routing: dict[str, Any]
+    model_type: str
+    model_class: ClassVar[Any]
+
+    def routing_config(self) -> RoutingConfig:
+        return RoutingConfig.from_dict(self.routing)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        values["base_model_type"] = self.model_type
+        values["model_type"] = MODEL_TYPE
+        return values
+
+    def base_dict(self) -> dict[str, Any]:
+        """The family's own configuration, as if never routed."""
+        values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        values.pop("routing")
+        values["architectures"] = [ARCHITECTURES[self.model_type].causal_lm]
+        return values
+
+
+class DepthrouteConfig(PreTrainedConfig):
+    """What ``AutoConfig`` finds for a routed checkpoint; hands over to the family's class."""
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        values = dict(config_dict)
+        base = values.pop("base_model_type", None)
+        if base not in ARCHITECTURES or "routing" not in values:
+            raise CheckpointError(
+                f"this configuration says model_type {MODEL_TYPE!r} but its base_model_type is "
+                f"{base!r} and its routing {values.get('routing')!r}; it needs one of "
+                f"{', '.join(sorted(ARCHITECTURES))} and a routing section. Was it written by a "
+                "newer depthroute?"
+            )
+        values["model_type"] = base
+        return routed_config_class(ARCHITECTURES[base]).from_dict(values, **kwargs)
+
+
+@cache
+def routed_config_class(architecture: Architecture) -> Any:
+    base = CONFIG_MAPPING[architecture.model_type]
+    name = f"Routed{base.__name__}"
+    config_class = type(name, (RoutedConfigMixin, base), {"__module__": __name__})
+    setattr(sys.modules[__name__], name, config_class)
+    from depthroute.models.causal_lm import routed_model_class
+
+    config_class.model_class = routed_model_class(architecture, config_class)
+    AutoModelForCausalLM.register(config_class, config_class.model_class, exist_ok=True)
+    return config_class
+
+
+def __getattr__(name: str) -> Any:
+    """Classes are made when first needed; unpickling in a new process needs them by name."""
+    for architecture in ARCHITECTURES.values():
+        if name == f"Routed{CONFIG_MAPPING[architecture.model_type].__name__}":
+            return routed_config_class(architecture)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+AutoConfig.register(MODEL_TYPE, DepthrouteConfig, exist_ok=True)

@@ -1,0 +1,94 @@
+"""The routed causal language model: a family's own model class with routing on."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import nn
+
+from depthroute.models.architecture import Architecture
+from depthroute.models.routed import install, plan_for
+from depthroute.nn import Site, Sites
+from depthroute.plan import Plan
+
+if TYPE_CHECKING:
+    _Base = transformers.PreTrainedModel
+else:
+    _Base = object
+
+
+class RoutedCausalLM(_Base):
+    """Mixed into a family's ``...ForCausalLM``; forward, loss and generate are the family's."""
+
+    architecture: Architecture
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        install(self, plan_for(config, config.routing_config()))
+        self.post_init()
+
+    @property
+    def sites(self) -> Sites:
+        """Every site in reading order, by name: ``layers.3.attention``, ..., ``final``."""
+        return getattr(self, self.architecture.decoder).routing
+
+    @property
+    def plan(self) -> Plan:
+        return self.sites.plan
+
+    def routing_parameters(self) -> list[nn.Parameter]:
+        return list(self.sites.parameters())
+
+    def print_trainable_parameters(self) -> None:
+        """Parameters, trainable parameters, and how many of them route."""
+        parameters = list(self.parameters())
+        total = sum(p.numel() for p in parameters)
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        routing = sum(p.numel() for p in self.routing_parameters())
+        print(
+            f"trainable params: {trainable:,} || all params: {total:,} || "
+            f"trainable%: {100 * trainable / total:.4f} || routing params: {routing:,} "
+            f"({100 * routing / total:.4f}%) at {len(self.sites)} sites"
+        )
+
+    def freeze_base(self) -> None:
+        """Train the routing alone."""
+        self.requires_grad_(False)
+        for parameter in self.routing_parameters():
+            parameter.requires_grad_(True)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Site):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+def routed_model_class(architecture: Architecture, config_class: Any) -> Any:
+    """``RoutedLlamaForCausalLM`` for the Llama entry, and so on."""
+    base = getattr(transformers, architecture.causal_lm)
+    name = f"Routed{architecture.causal_lm}"
+    body = {
+        "__module__": __name__,
+        "architecture": architecture,
+        "config_class": config_class,
+        "config": None,
+        "__annotations__": {"config": config_class},
+    }
+    model_class = type(name, (RoutedCausalLM, base), body)
+    setattr(sys.modules[__name__], name, model_class)
+    return model_class
+
+
+def __getattr__(name: str) -> Any:
+    """Classes are made when first needed; unpickling in a new process needs them by name."""
+    from depthroute.models.architecture import ARCHITECTURES
+    from depthroute.models.auto import routed_config_class
+
+    for architecture in ARCHITECTURES.values():
+        if name == f"Routed{architecture.causal_lm}":
+            routed_config_class(architecture)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

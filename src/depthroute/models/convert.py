@@ -1,0 +1,187 @@
+"""From a plain model to a routed one and back, with a measured proof of identity."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.models.architecture import architecture_for
+from depthroute.models.auto import routed_config_class
+from depthroute.models.causal_lm import RoutedCausalLM
+from depthroute.models.routed import install, plan_for, uninstall
+
+
+def from_config(config: Any, routing: RoutingConfig, **kwargs: Any) -> Any:
+    """A routed model from scratch. ``config`` is any supported Hugging Face configuration.
+
+    With ``routing.loops = R`` the configuration's layers are run R times; the routed configuration
+    then counts every visit in ``num_hidden_layers``, which is what caches must hold.
+    """
+    return _model_class(config)._from_config(routed_config(config, routing), **kwargs)
+
+
+def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Any:
+    """``config`` with its routing section, ``init`` made explicit so that files say what ran."""
+    architecture = architecture_for(config)
+    values = config.to_dict()
+    if routing.loops > 1:
+        values["num_hidden_layers"] *= routing.loops
+        if values.get("layer_types"):
+            values["layer_types"] = values["layer_types"] * routing.loops
+    for name in ("architectures", "transformers_version", "model_type"):
+        values.pop(name, None)
+    implementation = config._attn_implementation
+    config = routed_config_class(architecture).from_dict(values)
+    config._attn_implementation = implementation
+    plan = plan_for(config, routing, converting=converting)
+    config.routing = replace(routing, init=plan.init).to_dict()
+    config.architectures = [f"Routed{architecture.causal_lm}"]
+    return config
+
+
+def _model_class(config: Any) -> Any:
+    return routed_config_class(architecture_for(config)).model_class
+
+
+def convert(model: Any, routing: RoutingConfig) -> Any:
+    """A routed model that shares ``model``'s parameters; ``model`` itself is left as it is.
+
+    A missing ``routing.init`` means identity here. Training one of the two trains the shared
+    parameters of both; deep-copy ``model`` first to keep an untouched one.
+    """
+    if isinstance(model, RoutedCausalLM):
+        raise ConfigError(
+            f"the model is already routed (method {model.plan.method!r}); revert it first"
+        )
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"convert takes a Hugging Face causal language model, not {type(model).__name__}"
+        )
+    architecture = architecture_for(model.config)
+    if type(model).__name__ != architecture.causal_lm:
+        raise ConfigError(
+            f"convert takes {architecture.causal_lm} for model_type "
+            f"{architecture.model_type!r}, not {type(model).__name__}"
+        )
+    if routing.loops > 1:
+        raise ConfigError(
+            f"routing.loops={routing.loops} changes what a pretrained model computes; build "
+            "looped models with from_config"
+        )
+    config = routed_config(model.config, routing, converting=True)
+    routed = _share(model)
+    routed.__class__ = _model_class(model.config)
+    _set_config(routed, model.config, config)
+    install(routed, plan_for(config, config.routing_config()))
+    return routed
+
+
+def revert(routed: Any) -> Any:
+    """The plain model back: same parameters, bit for bit if they were not trained."""
+    if not isinstance(routed, RoutedCausalLM):
+        raise ConfigError(f"revert takes a routed model, not {type(routed).__name__}")
+    plain = _share(routed)
+    uninstall(plain)
+    base = getattr(transformers, routed.architecture.causal_lm)
+    config = type(routed.config).__mro__[2].from_dict(routed.config.base_dict())
+    config._attn_implementation = routed.config._attn_implementation
+    plain.__class__ = base
+    _set_config(plain, plain.config, config)
+    return plain
+
+
+def _share(model: nn.Module) -> Any:
+    """A copy of the module tree that holds the very same parameters and buffers."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(t): t for t in tensors})
+
+
+def _set_config(model: nn.Module, old: Any, new: Any) -> None:
+    """Point every module that holds a configuration of the model at the new one."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("config"), type(old)):
+            module.config = new
+
+
+@dataclass(frozen=True)
+class IdentityReport:
+    max_difference: float
+    """Largest absolute difference of any logit."""
+    mean_difference: float
+    loss_before: float
+    loss_after: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"identity over {self.num_tokens} tokens: max |logit difference| "
+            f"{self.max_difference:.3g}, mean {self.mean_difference:.3g}, loss "
+            f"{self.loss_before:.6f} before, {self.loss_after:.6f} after"
+        )
+
+
+@torch.no_grad()
+def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityReport:
+    """How far the routed model's logits are from the plain one's on these tokens."""
+    if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+        raise DepthrouteError(
+            f"input_ids has shape {tuple(input_ids.shape)}; identity_report needs "
+            "[batch, tokens] with at least 2 tokens"
+        )
+    results = []
+    for model in (plain, routed):
+        was_training = model.training
+        model.eval()
+        results.append(model(input_ids=input_ids, labels=input_ids, use_cache=False))
+        model.train(was_training)
+    before, after = results
+    difference = (before.logits.double() - after.logits.double()).abs()
+    return IdentityReport(
+        max_difference=difference.max().item(),
+        mean_difference=difference.mean().item(),
+        loss_before=before.loss.item(),
+        loss_after=after.loss.item(),
+        num_tokens=input_ids.numel(),
+    )
+
+
+def from_pretrained(path: Any, **kwargs: Any) -> Any:
+    """A routed checkpoint from a folder or the hub, as ``AutoModelForCausalLM`` loads it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+
+
+def parameter_groups(
+    model: Any, lr: float, routing_lr: float | None = None, weight_decay: float = 0.1
+) -> list[dict[str, Any]]:
+    """Optimiser groups: decayed matrices, undecayed vectors, and routing with its own rate.
+
+    Routing parameters are never decayed. Published fine-tuning uses ``routing_lr = 100 * lr``.
+    """
+    routing = {id(p) for p in model.routing_parameters()} if hasattr(model, "sites") else set()
+    groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "routing": []}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in routing:
+            groups["routing"].append(parameter)
+        else:
+            groups["decay" if parameter.ndim > 1 else "no_decay"].append(parameter)
+    rates = {"routing": lr if routing_lr is None else routing_lr}
+    return [
+        {
+            "name": name,
+            "params": parameters,
+            "lr": rates.get(name, lr),
+            "weight_decay": weight_decay if name == "decay" else 0.0,
+        }
+        for name, parameters in groups.items()
+        if parameters
+    ]

@@ -1,0 +1,119 @@
+"""Depth attention inside any Hugging Face attention module.
+
+The attention modules of transformers write keys and values to the cache and then call an attention
+function with queries, keys and values. Depth attention needs the moment in between: the value is
+mixed first, the mixed value goes into the cache. So the module is handed a cache that passes this
+step's keys and values through (:class:`DeferredCache`), and the attention function registered here
+mixes, updates the real cache and then calls the implementation the model is configured for. The
+cache keeps exactly its vanilla shapes, dtype and bytes.
+
+The keys and queries seen here carry RoPE; both sit at the same token, so it cancels in the scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from depthroute.nn import DepthMemory, Site
+
+IMPLEMENTATION = "depthroute_depth_attention"
+
+
+class VisitCache:
+    """A cache as one visit of a looped stack sees it: its layers start at ``offset``."""
+
+    def __init__(self, cache: Any, offset: int) -> None:
+        self.cache, self.offset = cache, offset
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        return self.cache.update(key, value, layer_idx + self.offset, *args, **kwargs)
+
+
+class DeferredCache:
+    """Hands this step's keys and values straight back; the attention function stores them."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        return key, value
+
+
+class DepthRecord(NamedTuple):
+    """What a depth attention returns beside its output."""
+
+    weights: Tensor | None
+    """Over time, where the implementation gives them."""
+    key: Tensor
+    value: Tensor
+    """After mixing."""
+
+
+@dataclass(frozen=True)
+class DepthContext:
+    """What one attention call needs to know about depth."""
+
+    memory: DepthMemory
+    site: Site | None
+    cache: Any
+    implementation: str
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mixed = self.memory.mix(query, key, value)
+        if self.site is None or self.site.gate is None:
+            return mixed
+        return value + self.site.gate.to(value.dtype) * (mixed - value)
+
+
+def depth_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    depth: DepthContext,
+    **kwargs: Any,
+):
+    """The attention function: mix over depth, store, attend over time."""
+    mixed = depth.mixed(query, key, value)
+    keys, values = key, mixed
+    if depth.cache is not None:
+        keys, values = depth.cache.update(key, mixed, module.layer_idx)
+    eager = sys.modules[_defining_class(module).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
+    output, weights = attend(module, query, keys, values, attention_mask, **kwargs)
+    return output, DepthRecord(weights, key, mixed)
+
+
+def _defining_class(module: nn.Module) -> type:
+    """The transformers class whose file holds the family's eager attention."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("transformers."):
+            return cls
+    return type(module)
+
+
+def enable(attentions: list[nn.Module], config: Any) -> None:
+    """Make these attention modules call :func:`depth_attention_forward`.
+
+    They get a copy of the configuration that names it; the model's own configuration, and so its
+    masks, still name the implementation the user chose, which is read at every call.
+    """
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
+    own = copy.copy(config)
+    own._attn_implementation = IMPLEMENTATION
+    for attention in attentions:
+        attention.config = own

@@ -1,0 +1,323 @@
+"""The forward loop: any Hugging Face decoder's own sublayers, the stream threaded between them.
+
+A transformers decoder computes embeddings, masks and rotary tables, runs
+``hidden_states = layer(hidden_states, ...)`` over its layers and applies a final norm. Here the
+value it hands from layer to layer is a :class:`LayerState` holding the residual stream, so every
+family keeps its own preamble, cache and head, and this file holds the only layer body:
+
+    x      = stream.read(site)
+    stream = stream.push(sublayer(norm(x)))
+
+The classes are made from the family's own (``RoutedLlamaDecoderLayer`` is a ``LlamaDecoderLayer``)
+and share its parameters' names, so checkpoints, PEFT targets and device maps stay valid.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError
+from depthroute.models import depth_attention
+from depthroute.models.architecture import Architecture, Sublayer, architecture_for
+from depthroute.nn import DepthMemory, ResidualStream, Site, Sites
+from depthroute.plan import Plan
+
+
+class LayerState(NamedTuple):
+    """What one layer hands to the next."""
+
+    stream: ResidualStream
+    memory: DepthMemory | None
+
+    @classmethod
+    def start(cls, embedding: Tensor, sites: Sites) -> LayerState:
+        plan = sites.plan
+        stream = ResidualStream.start(embedding, plan, sites=sites, observer=sites.observer)
+        return cls(stream, DepthMemory(plan) if plan.method == "depth_attention" else None)
+
+    def tensors(self) -> list[Tensor]:
+        held = self.stream.tensors()
+        if self.memory is not None:
+            held += [*self.memory.keys, *self.memory.values]
+        return held
+
+    def emptied(self) -> LayerState:
+        return LayerState(self.stream.emptied(), self.memory and self.memory.emptied())
+
+    def with_tensors(self, tensors: list[Tensor], layer: int) -> LayerState:
+        """The state before ``layer`` that holds ``tensors``."""
+        memory, rest = self.memory, list(tensors)
+        if memory is not None:
+            kept = 2 * memory.num_held(layer)
+            rest, held = rest[: len(rest) - kept], rest[len(rest) - kept :]
+            memory = memory.with_tensors(held, layer)
+        index = layer * len(self.stream.plan.sublayers)
+        return LayerState(self.stream.with_tensors(rest, index), memory)
+
+
+class RoutedLayer(nn.Module):
+    """Mixed into a family's decoder layer."""
+
+    architecture: Architecture
+    argument_names: tuple[str, ...]
+    """Of the family's layer, after the hidden states, for those who call by position."""
+    is_parallel: bool
+    decoder_config: Any
+    """The model's configuration, whose attention implementation may change after building."""
+    routing: tuple[Sites] | None
+    """Set on the first layer, which starts the stream; in a tuple so as not to be a submodule."""
+
+    def __call__(self, hidden_states: Tensor | LayerState, *args: Any, **kwargs: Any):
+        kwargs |= zip(self.argument_names, args, strict=False)
+        state = hidden_states
+        if isinstance(state, Tensor):
+            assert self.routing is not None, "only the first layer receives a plain tensor"
+            state = LayerState.start(state, self.routing[0])
+        if not (getattr(self, "gradient_checkpointing", False) and self.training):
+            return super().__call__(state, **kwargs)
+        kwargs |= {"use_cache": False, self.architecture.cache_argument: None}
+        structure, layer = state.emptied(), _layer_index(state.stream)
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            before = structure.with_tensors(list(tensors), layer)
+            return tuple(nn.Module.__call__(self, before, **kwargs).tensors())
+
+        after = self._gradient_checkpointing_func(run, *state.tensors())  # pyright: ignore
+        return structure.with_tensors(list(after), layer + 1)
+
+    def forward(self, state: LayerState, **kwargs: Any) -> LayerState:
+        spec, stream, memory = self.architecture, state.stream, state.memory
+        sites = stream.sites
+        assert sites is not None
+        for name in spec.ignored_arguments:
+            kwargs.pop(name, None)
+        self._shift_cache(stream, kwargs)
+        x = stream.read(sites.at(stream.index))
+        if memory is None:
+            output = self._attend(x, kwargs)
+        else:
+            site = sites.at(stream.index)
+            output, memory = self._attend_over_depth(x, kwargs, memory, site)
+        if self.is_parallel:
+            stream = stream.push(output + self._run(spec.mlp, x))
+        else:
+            stream = stream.push(output)
+            x = stream.read(sites.at(stream.index))
+            stream = stream.push(self._run(spec.mlp, x))
+        return LayerState(stream, memory)
+
+    def _run(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Tensor:
+        return self._after(sublayer, self._module(sublayer, x, **kwargs))
+
+    def _module(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Any:
+        if sublayer.norm is not None:
+            x = getattr(self, sublayer.norm)(x)
+        return getattr(self, sublayer.module)(x, **kwargs)
+
+    def _after(self, sublayer: Sublayer, output: Any) -> Tensor:
+        if isinstance(output, tuple):
+            output = output[0]
+        for name in sublayer.after:
+            output = getattr(self, name)(output)
+        multiplier = self.architecture.multiplier
+        return output if multiplier is None else output * getattr(self, multiplier)
+
+    def _attention_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        adapt = self.architecture.adapt_arguments
+        return kwargs if adapt is None else adapt(self, dict(kwargs))
+
+    def _attend(self, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        return self._run(self.architecture.attention, x, **self._attention_arguments(kwargs))
+
+    def _attend_over_depth(
+        self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: Site | None
+    ) -> tuple[Tensor, DepthMemory]:
+        spec = self.architecture
+        cache = kwargs.get(spec.cache_argument)
+        depth = depth_attention.DepthContext(
+            memory, site, cache, self.decoder_config._attn_implementation
+        )
+        if cache is not None:
+            kwargs = kwargs | {spec.cache_argument: depth_attention.DeferredCache(cache)}
+        arguments = self._attention_arguments(kwargs) | {"depth": depth}
+        output, record = self._module(spec.attention, x, **arguments)
+        return self._after(spec.attention, output), memory.push(record.key, record.value)
+
+    def _shift_cache(self, stream: ResidualStream, kwargs: dict[str, Any]) -> None:
+        """Later visits of a looped stack use later cache layers."""
+        plan, name = stream.plan, self.architecture.cache_argument
+        depth = plan.num_layers // plan.loops
+        visit = _layer_index(stream) // depth
+        if visit and kwargs.get(name) is not None:
+            kwargs[name] = depth_attention.VisitCache(kwargs[name], visit * depth)
+
+
+class RoutedNorm(nn.Module):
+    """Mixed into a family's final norm: reads what the stream ends in."""
+
+    def forward(self, hidden_states: Tensor | LayerState) -> Tensor:
+        if isinstance(hidden_states, LayerState):
+            stream = hidden_states.stream
+            assert stream.sites is not None
+            hidden_states = stream.finish(stream.sites.at(stream.index))
+        return super().forward(hidden_states)
+
+
+class LoopedLayers(nn.ModuleList):
+    """A layer list that a decoder's ``layers[:n]`` unrolls ``loops`` times."""
+
+    loops: int
+
+    def __getitem__(self, idx: Any) -> Any:
+        if isinstance(idx, slice):
+            return (list(self._modules.values()) * self.loops)[idx]
+        return super().__getitem__(idx)
+
+
+class RoutedDecoder(nn.Module):
+    """Mixed into a family's decoder: turns recorded layer states back into hidden states."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if isinstance(outputs, tuple):
+            return tuple(_plain(value) for value in outputs)
+        for name in ("hidden_states", "attentions"):
+            if outputs.get(name) is not None:
+                outputs[name] = _plain(outputs[name])
+        return outputs
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Site):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain(recorded: Any) -> Any:
+    """The tensor in a layer state, and the attention weights in a depth attention's record."""
+    if isinstance(recorded, LayerState):
+        return recorded.stream.value
+    if isinstance(recorded, ResidualStream):
+        return recorded.value
+    if isinstance(recorded, depth_attention.DepthRecord):
+        return recorded.weights
+    if isinstance(recorded, tuple):
+        return tuple(_plain(value) for value in recorded)
+    return recorded
+
+
+def _layer_index(stream: ResidualStream) -> int:
+    return stream.index // len(stream.plan.sublayers)
+
+
+def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:
+    """The plan of a Hugging Face configuration whose ``num_hidden_layers`` counts every visit."""
+    spec = architecture_for(config)
+    return routing.resolve(
+        config.num_hidden_layers,
+        width=config.hidden_size,
+        eps=getattr(config, spec.eps),
+        converting=converting,
+        sublayers=spec.sublayers(config),
+    )
+
+
+def install(model: Any, plan: Plan) -> None:
+    """Give a freshly built or cloned causal LM of a known family its routing, in place.
+
+    Classes are swapped, nothing is copied: every parameter keeps its name and storage.
+    """
+    config = model.config
+    spec = architecture_for(config)
+    decoder = getattr(model, spec.decoder)
+    layers = getattr(decoder, spec.layers)
+    depth = plan.num_layers // plan.loops
+    if plan.loops > 1:
+        del layers[depth:]
+        layers.__class__ = LoopedLayers
+        layers.loops = plan.loops
+    weight = next(decoder.parameters())
+    sites = Sites(plan, config.hidden_size).to(device=weight.device, dtype=weight.dtype)
+    decoder.__class__ = routed_class(type(decoder), RoutedDecoder)
+    decoder.routing = sites
+    for layer in layers:
+        layer.__class__ = routed_class(type(layer), RoutedLayer)
+        layer.architecture = spec
+        layer.is_parallel = spec.is_parallel(config)
+        layer.decoder_config = config
+        layer.routing = None
+    layers[0].routing = (sites,)
+    norm = getattr(decoder, spec.final_norm)
+    norm.__class__ = routed_class(type(norm), RoutedNorm)
+    if plan.method == "depth_attention":
+        depth_attention.enable([getattr(x, spec.attention.module) for x in layers], config)
+    for part in (model, decoder):
+        names = set(part._no_split_modules or ())
+        part._no_split_modules = names | {type(layer).__name__ for layer in layers}
+
+
+def uninstall(model: Any) -> None:
+    """The inverse of :func:`install`, in place."""
+    spec = architecture_for(model.config)
+    decoder = getattr(model, spec.decoder)
+    layers = getattr(decoder, spec.layers)
+    if decoder.routing.plan.loops > 1:
+        raise ConfigError(
+            "a looped model has no plain counterpart: its layers are run "
+            f"{decoder.routing.plan.loops} times with the same weights"
+        )
+    norm = getattr(decoder, spec.final_norm)
+    for layer in layers:
+        attention = getattr(layer, spec.attention.module)
+        if hasattr(attention, "config"):
+            attention.config = model.config
+        for name in ("architecture", "is_parallel", "decoder_config", "routing"):
+            delattr(layer, name)
+    del decoder.routing
+    for part in (model, decoder):
+        routed = {type(layer).__name__ for layer in layers}
+        part._no_split_modules = set(part._no_split_modules or ()) - routed
+    for part in (decoder, norm, *layers):
+        part.__class__ = type(part).__mro__[2]
+
+
+_MIXINS = {mixin.__name__: mixin for mixin in (RoutedLayer, RoutedNorm, RoutedDecoder)}
+
+
+@cache
+def routed_class(base: type, mixin: type) -> type:
+    """``base`` with ``mixin`` in front, named so that pickle finds it again."""
+    body: dict[str, Any] = {"__module__": __name__, "__doc__": mixin.__doc__}
+    if mixin is RoutedLayer:
+        names = list(inspect.signature(base.forward).parameters)
+        body["argument_names"] = tuple(n for n in names[2:] if n not in ("args", "kwargs"))
+    if mixin is RoutedDecoder:
+        body["forward"] = _signed(RoutedDecoder.forward, base.forward)
+    cls = type(f"Routed{base.__name__}", (mixin, base), body)
+    setattr(sys.modules[__name__], cls.__name__, cls)
+    if mixin is RoutedDecoder:
+        _record_like(cls, base)
+    return cls
+
+
+def _signed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return RoutedDecoder.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(like)  # pyright: ignore[reportFunctionMemberAccess]
+    return forward
+
+
+def _record_like(cls: type, base: Any) -> None:
+    """Let ``output_hidden_states`` and ``output_attentions`` work: transformers looks the
+    recordable modules up by class when a model is built, and ours are made by swapping."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    _CAN_RECORD_REGISTRY[str(cls)] = base._can_record_outputs

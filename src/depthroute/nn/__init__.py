@@ -1,0 +1,7 @@
+"""Parameters and the stream they read. Needs only torch; works in anybody's transformer."""
+
+from depthroute.nn.memory import DepthMemory
+from depthroute.nn.site import Site, Sites
+from depthroute.nn.stream import Observer, ResidualStream
+
+__all__ = ["DepthMemory", "Observer", "ResidualStream", "Site", "Sites"]

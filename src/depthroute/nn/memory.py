@@ -1,0 +1,80 @@
+"""Keys and mixed values of earlier layers, for depth attention: explicit and immutable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from depthroute import ops
+from depthroute.plan import Plan
+
+
+@dataclass(frozen=True)
+class DepthMemory:
+    """What later layers may draw on at these tokens; dropped as soon as no layer will."""
+
+    plan: Plan
+    layer: int = 0
+    """The next layer to run."""
+    held: tuple[int, ...] = ()
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None
+    ) -> Tensor:
+        """The value of this layer after mixing; layer 0 is plain attention."""
+        wanted = self.plan.depth_sources(self.layer)
+        if not wanted:
+            return value
+        places = [self.held.index(layer) for layer in wanted]
+        return ops.depth_attention_mix(
+            query,
+            [*(self.keys[p] for p in places), key],
+            [*(self.values[p] for p in places), value],
+            scaling=scaling,
+        )
+
+    def push(self, key: Tensor | None, value: Tensor | None) -> DepthMemory:
+        """The memory after this layer, with its key and mixed value if a later layer needs them."""
+        held, keys, values = list(self.held), list(self.keys), list(self.values)
+        if key is not None and value is not None:
+            held, keys, values = [*held, self.layer], [*keys, key], [*values, value]
+        kept = [p for p, layer in enumerate(held) if layer in self.plan.depth_kept(self.layer)]
+        return replace(
+            self,
+            layer=self.layer + 1,
+            held=tuple(held[p] for p in kept),
+            keys=tuple(keys[p] for p in kept),
+            values=tuple(values[p] for p in kept),
+        )
+
+    def num_held(self, layer: int) -> int:
+        """How many layers the memory holds just before ``layer`` runs."""
+        return len(self.plan.depth_kept(layer - 1)) if layer else 0
+
+    def emptied(self) -> DepthMemory:
+        """The structure without the tensors."""
+        return replace(self, keys=(), values=())
+
+    def with_tensors(self, tensors: list[Tensor], layer: int | None = None) -> DepthMemory:
+        layer = self.layer if layer is None else layer
+        held = self.plan.depth_kept(layer - 1) if layer else ()
+        half = len(held)
+        return replace(
+            self,
+            layer=layer,
+            held=held,
+            keys=tuple(tensors[:half]),
+            values=tuple(tensors[half:]),
+        )
+
+
+pytree.register_pytree_node(
+    DepthMemory,
+    lambda m: ([*m.keys, *m.values], m.emptied()),
+    lambda leaves, m: m.with_tensors(list(leaves)),
+    serialized_type_name="depthroute.nn.DepthMemory",
+)

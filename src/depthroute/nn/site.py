@@ -1,0 +1,188 @@
+"""Parameters: the few numbers that choose among sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from depthroute import ops
+from depthroute.errors import ConfigError
+from depthroute.plan import Plan
+
+REFERENCE_STD = 0.02
+"""Of the queries in the Delta authors' released code; the papers start at exactly zero."""
+
+
+class Site(nn.Module):
+    """One place that reads: a query and a key gain, and a gate where the plan asks for one.
+
+    Queries start at zero (uniform weights) and gains at one. A place with a single source has no
+    query; a place with nothing to choose has no site at all.
+    """
+
+    query: nn.Parameter | None
+    key_weight: nn.Parameter | None
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float = 1e-6,
+        heads: int = 1,
+        head_norm: str = "full",
+        has_query: bool = True,
+        gate: float | None = None,
+        query_std: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"heads={heads} does not divide the width {width}")
+        self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
+        self.gate_start, self.query_std = gate, query_std
+        for name, wanted, size in (
+            ("query", has_query, width),
+            ("key_weight", has_query, width),
+            ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
+        ):
+            self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.query is not None:
+            if self.query_std:
+                nn.init.normal_(self.query, 0.0, self.query_std)
+            else:
+                nn.init.zeros_(self.query)
+        if self.key_weight is not None:
+            nn.init.ones_(self.key_weight)
+        if self.gate is not None:
+            nn.init.constant_(self.gate, self.gate_start or 0.0)
+
+    def mix(
+        self,
+        sources: Sequence[Tensor],
+        residual: Tensor | None = None,
+        *,
+        centered: bool = False,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """``scale * (residual + mix)`` over ``sources``."""
+        assert self.query is not None
+        return ops.depth_mix(
+            sources,
+            self.query,
+            self.key_weight,
+            residual,
+            self.eps,
+            self.heads,
+            head_norm=self.head_norm,
+            centered=centered,
+            scale=scale,
+        )
+
+    def merge(
+        self,
+        prior: Tensor,
+        prior_lse: Tensor,
+        sources: Sequence[Tensor],
+        residual: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The same from a finished group's output and the sources made since."""
+        assert self.query is not None
+        return ops.depth_mix_merge(
+            prior,
+            prior_lse,
+            sources,
+            self.query,
+            self.key_weight,
+            residual,
+            self.eps,
+            self.heads,
+            head_norm=self.head_norm,
+            scale=scale,
+            dtype=dtype,
+        )
+
+    @torch.no_grad()
+    def weights(self, sources: Sequence[Tensor]) -> Tensor:
+        """The softmax over depth, [S, ..., H]."""
+        if self.query is None:
+            return torch.ones(1, *sources[0].shape[:-1], 1, device=sources[0].device)
+        logits = ops.reference.depth_logits(
+            sources,
+            self.query,
+            self.key_weight,
+            eps=self.eps,
+            heads=self.heads,
+            head_norm=self.head_norm,
+        )
+        return torch.softmax(logits, dim=0)
+
+    def extra_repr(self) -> str:
+        parts = [f"width={self.width}", f"heads={self.heads}"]
+        parts += [name for name in ("query", "gate") if getattr(self, name) is not None]
+        return ", ".join(parts)
+
+
+class Sites(nn.Module):
+    """Every site of a model in reading order, by name (``layers.3.attention``) or by index."""
+
+    def __init__(self, plan: Plan, width: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.width = width
+        self.observer = None
+        gate_start = 1.0 if plan.learned and plan.init != "gate" else 0.0
+        self._names: dict[str, str] = {}
+        self._by_index: dict[int, str] = {}
+        for index, name in plan.site_names().items():
+            site = Site(
+                width,
+                eps=plan.eps,
+                heads=plan.heads,
+                head_norm=plan.head_norm,
+                has_query=plan.has_query(index),
+                gate=gate_start if plan.has_gate(index) else None,
+                query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
+            )
+            key = name.replace(".", "_")
+            self.add_module(key, site)
+            self._names[name] = self._by_index[index] = key
+
+    def at(self, index: int) -> Site | None:
+        """The site read before sublayer ``index``; None where there is nothing to choose."""
+        key = self._by_index.get(index)
+        return None if key is None else self._modules[key]  # pyright: ignore[reportReturnType]
+
+    def __getitem__(self, name: str) -> Site:
+        if name not in self._names:
+            raise KeyError(f"no site {name!r}; places with nothing to choose are absent")
+        return self._modules[self._names[name]]  # pyright: ignore[reportReturnType]
+
+    def get(self, name: str) -> Site | None:
+        return self[name] if name in self._names else None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def keys(self):
+        return self._names.keys()
+
+    def items(self) -> list[tuple[str, Site]]:
+        return [(name, self[name]) for name in self._names]
+
+    def values(self) -> list[Site]:
+        return [self[name] for name in self._names]

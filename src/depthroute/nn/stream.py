@@ -1,0 +1,241 @@
+"""The residual stream: explicit, immutable, and the only place that knows what a source is.
+
+    x      = stream.read(site)
+    stream = stream.push(sublayer(norm(x)))
+    out    = stream.finish(final_site)
+
+``read`` changes nothing and ``push`` returns a new stream, so activation checkpointing may run a
+layer twice, ``torch.compile`` can trace it and a pipeline stage can send it. A stream is a pytree:
+its tensors are leaves, its plan and position are structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from depthroute import ops
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.nn.site import Site, Sites
+from depthroute.plan import Plan
+
+
+class Observer(Protocol):
+    """Something that watches a stream; :func:`depthroute.trace` is one. Absent by default."""
+
+    def on_read(self, stream: ResidualStream, site: Site | None, x: Tensor) -> None: ...
+
+    def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    plan: Plan
+    index: int
+    """Of the next sublayer."""
+    sources: tuple[Tensor, ...]
+    """Finished sources, oldest first."""
+    partial: Tensor | None = None
+    """Sum of the current block's outputs so far."""
+    state: Tensor | None = None
+    """The plain residual sum, where the method needs it."""
+    priors: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Phase-1 output and log-sum-exp of this and the group's later sublayers."""
+    sites: Sites | None = None
+    """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
+    observer: Observer | None = None
+
+    @classmethod
+    def start(
+        cls,
+        embedding: Tensor,
+        config: RoutingConfig | Plan,
+        *,
+        num_layers: int | None = None,
+        sites: Sites | None = None,
+        observer: Observer | None = None,
+    ) -> ResidualStream:
+        """A stream that holds the token embedding as the first layer receives it."""
+        if isinstance(config, RoutingConfig):
+            if num_layers is None:
+                raise ConfigError(
+                    "ResidualStream.start needs num_layers=... to lay out the sources of a "
+                    "RoutingConfig; or pass config.resolve(num_layers)"
+                )
+            config = config.resolve(num_layers, width=embedding.shape[-1])
+        holds = config.num_finished(0) > 0
+        return cls(
+            plan=config,
+            index=0,
+            sources=(embedding,) if holds else (),
+            state=embedding if config.keeps_state else None,
+            sites=sites,
+            observer=observer,
+        )
+
+    @property
+    def value(self) -> Tensor:
+        """The residual state h: kept, or the sum of the sources where they are complete."""
+        if self.state is not None:
+            return self.state
+        parts = [*self.sources] + ([self.partial] if self.partial is not None else [])
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def visible(self) -> tuple[Tensor, ...]:
+        """The sources that the place before sublayer ``index`` reads."""
+        at_end = self.index == self.plan.num_sublayers
+        if self.partial is not None and (self.plan.include_partial or at_end):
+            return (*self.sources, self.partial)
+        return self.sources
+
+    def read(self, site: Site | None = None) -> Tensor:
+        """What the next sublayer receives, before its own norm."""
+        x = self._read(site)
+        if self.observer is not None:
+            self.observer.on_read(self, site, x)
+        return x
+
+    def _read(self, site: Site | None) -> Tensor:
+        plan = self.plan
+        if not plan.reads_mix(self.index):
+            return self.state if self.state is not None else self.value
+        sources = self.visible()
+        count = len(sources)
+        if site is None and plan.has_site(self.index):
+            raise DepthrouteError(
+                f"{plan.site_name(self.index)} chooses among {count} sources but was read without "
+                "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
+            )
+        residual = self.state if plan.is_additive or plan.is_centered else None
+        if plan.has_gate(self.index):
+            assert site is not None and site.gate is not None and self.state is not None
+            mix = self._mix(site) if plan.has_query(self.index) else sources[0]
+            return self.state + site.gate.to(mix.dtype) * mix
+        scale = 1.0
+        if plan.is_scale_preserving:
+            scale = count / (count + 1) if plan.is_additive else float(count)
+        if not plan.has_query(self.index):
+            x = sources[0] if residual is None else residual + sources[0]
+            return x if scale == 1.0 else x * scale
+        assert site is not None
+        return self._mix(site, residual, scale)
+
+    def _mix(self, site: Site, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """One pass over everything visible, or phase 2 after a group's phase 1."""
+        sources, plan = self.visible(), self.plan
+        if not self.priors:
+            return site.mix(sources, residual, centered=plan.is_centered, scale=scale)
+        prior, lse = self.priors[0]
+        newer = sources[plan.num_finished(plan.group(self.index).start) :]
+        return site.merge(prior, lse, newer, residual, scale=scale, dtype=sources[0].dtype)
+
+    def push(self, output: Tensor) -> ResidualStream:
+        """The stream after a sublayer added ``output``."""
+        plan, index = self.plan, self.index
+        if index >= plan.num_sublayers:
+            raise DepthrouteError(
+                f"the plan has {plan.num_sublayers} sublayers and all were pushed; resolve the "
+                "routing configuration for the number of layers that are run"
+            )
+        if self.observer is not None:
+            output = self.observer.on_push(self, output)
+        held = self.state if self.state is not None else self.sources[0]
+        if output.shape != held.shape:
+            raise DepthrouteError(
+                f"{plan.site_name(index)} pushed an output of shape {tuple(output.shape)} onto a "
+                f"stream of {tuple(held.shape)}; a sublayer must keep the shape"
+            )
+        output = output.to(held.dtype)  # under autocast a sublayer's output is narrower
+        state = None if self.state is None else self.state + output
+        sources, partial = self.sources, None
+        closes = plan.boundary(index + 1)
+        if plan.sources == "reference" and plan.method in ("attnres", "delta"):
+            # released code: before the first sublayer of a block is added, store h - last source
+            if plan.boundary(index):
+                assert self.state is not None
+                sources += (self.state - sources[-1] if sources else self.state,)
+        elif plan.sources == "cumulative" and plan.method in ("attnres", "delta"):
+            if closes:
+                assert state is not None
+                sources += (state,)
+        elif plan.method in ("attnres", "delta"):
+            partial = output if self.partial is None else self.partial + output
+            if closes:
+                sources, partial = (*sources, partial), None
+        after = replace(
+            self,
+            index=index + 1,
+            sources=sources,
+            partial=partial,
+            state=state,
+            priors=self.priors[1:],
+        )
+        return after._open_group() if plan.opens_group(index + 1) else after
+
+    def _open_group(self) -> ResidualStream:
+        """Phase 1 for the group that starts here, if the queries ahead are known."""
+        if self.sites is None:
+            return self
+        sites = [self.sites.at(i) for i in self.plan.group(self.index)]
+        queries = torch.stack([s.query for s in sites])  # pyright: ignore
+        gains = torch.stack([s.key_weight for s in sites])  # pyright: ignore
+        outputs, lses = ops.depth_mix_group(
+            self.sources,
+            queries,
+            gains,
+            self.plan.eps,
+            self.plan.heads,
+            head_norm=self.plan.head_norm,
+        )
+        return replace(self, priors=tuple(zip(outputs.unbind(), lses.unbind(), strict=True)))
+
+    def finish(self, site: Site | None = None) -> Tensor:
+        """What the final norm reads."""
+        if self.index != self.plan.num_sublayers:
+            raise DepthrouteError(
+                f"finish was called after {self.index} of {self.plan.num_sublayers} sublayers; "
+                "push every sublayer's output first"
+            )
+        return self.read(site)
+
+    # structure: what a pytree, a checkpointed layer or a pipeline stage needs
+
+    def emptied(self) -> ResidualStream:
+        """The structure without the tensors."""
+        return replace(self, sources=(), partial=None, state=None, priors=())
+
+    def tensors(self) -> list[Tensor]:
+        held = [*self.sources]
+        held += [t for t in (self.partial, self.state) if t is not None]
+        return held + [t for pair in self.priors for t in pair]
+
+    def with_tensors(self, tensors: list[Any], index: int | None = None) -> ResidualStream:
+        """The stream at ``index`` that holds ``tensors``: the inverse of :meth:`tensors`.
+
+        The plan alone decides how many tensors of each kind a stream holds at a position.
+        """
+        index, plan = self.index if index is None else index, self.plan
+        rest = list(tensors)
+        sources = tuple(rest.pop(0) for _ in range(plan.num_finished(index)))
+        partial = rest.pop(0) if plan.has_partial(index) else None
+        state = rest.pop(0) if plan.keeps_state else None
+        priors = tuple(zip(rest[::2], rest[1::2], strict=True))
+        return replace(
+            self, index=index, sources=sources, partial=partial, state=state, priors=priors
+        )
+
+
+pytree.register_pytree_node(
+    ResidualStream,
+    lambda s: (s.tensors(), s.emptied()),
+    lambda leaves, s: s.with_tensors(list(leaves)),
+    serialized_type_name="depthroute.nn.ResidualStream",
+)

@@ -1,0 +1,20 @@
+"""Arithmetic. Needs only torch.
+
+:mod:`~depthroute.ops.reference` defines every operator; the functions here compute the same and
+choose a backend (:func:`backend_report` says which and why).
+"""
+
+from depthroute.ops import reference
+from depthroute.ops.backends import BackendChoice, backend_report
+from depthroute.ops.depth_attention import depth_attention_mix
+from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
+
+__all__ = [
+    "BackendChoice",
+    "backend_report",
+    "depth_attention_mix",
+    "depth_mix",
+    "depth_mix_group",
+    "depth_mix_merge",
+    "reference",
+]

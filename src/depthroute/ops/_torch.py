@@ -1,0 +1,265 @@
+"""The torch backend: any device, no compilation, memory-sane.
+
+Forward keeps one fp32 accumulator and, per source and token, a reciprocal rms and a logit; backward
+recomputes the rest from the sources, so no fp32 copy of a source outlives its turn. All functions
+work on flattened tokens: sources ``[N, D]``, query ``[D]`` (gain already folded in).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rstd(s: Tensor, eps: float, heads: int, slice_norm: bool) -> Tensor:
+    """1/rms of ``s`` [N, D]: [N, 1], or [N, H] when every slice has its own."""
+    view = s.view(s.shape[0], heads if slice_norm else 1, -1)
+    norm = torch.linalg.vector_norm(view, dim=-1)
+    return torch.rsqrt(norm.square_().div_(view.shape[-1]).add_(eps))
+
+
+def _dot(s: Tensor, q: Tensor, heads: int) -> Tensor:
+    """q . s per head: [N, H]."""
+    if heads == 1:
+        return (s @ q).unsqueeze(-1)
+    return torch.einsum("nhd,hd->nh", s.view(s.shape[0], heads, -1), q.view(heads, -1))
+
+
+def _pair_dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
+    """a . b per token and head: [N, H]."""
+    a, b = a.view(a.shape[0], heads, -1), b.view(b.shape[0], heads, -1)
+    return torch.einsum("nhd,nhd->nh", a, b)
+
+
+def _spread(w: Tensor, width: int) -> Tensor:
+    """Per-head weights [N, H] as something that multiplies [N, D]."""
+    return w if w.shape[-1] == 1 else w.repeat_interleave(width // w.shape[-1], dim=-1)
+
+
+def mix_forward(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    residual: Tensor | None,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    eps: float,
+    heads: int,
+    slice_norm: bool,
+    centered: bool,
+    scale: float,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H]."""
+    tokens, width = (prior if prior is not None else sources[0]).shape
+    dtype, device = query.dtype, query.device
+    count = len(sources)
+    rstd = torch.empty(count, tokens, heads if slice_norm else 1, dtype=dtype, device=device)
+    logits = torch.empty(count, tokens, heads, dtype=dtype, device=device)
+    for n, source in enumerate(sources):
+        s = source.to(dtype)
+        rstd[n] = _rstd(s, eps, heads, slice_norm)
+        torch.mul(_dot(s, query, heads), rstd[n], out=logits[n])
+    every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
+    top = every.amax(0)
+    exponentials = (every - top).exp_()
+    total = exponentials.sum(0)
+    lse = top + total.log()
+    # scale/total before multiplying: weights are exactly 1 at zero queries when scale is S
+    weights = exponentials * (scale / total)
+    if centered:
+        weights -= scale / every.shape[0]
+    values = list(sources) if prior is None else [prior, *sources]
+    out = torch.zeros(tokens, width, dtype=dtype, device=device)
+    if residual is not None:
+        out = residual.to(dtype) * scale if scale != 1.0 else residual.to(dtype, copy=True)
+    for weight, value in zip(weights, values, strict=True):
+        out.addcmul_(_spread(weight, width), value.to(dtype))
+    return out.to(out_dtype), rstd, logits, lse
+
+
+def mix_backward(
+    grad: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    heads: int,
+    centered: bool,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """Gradients of the sources, the query, the prior and its lse.
+
+    With u_n = dx . s_n and delta = sum alpha_n u_n:  ds_n = alpha_n (u_n - delta);
+    dsource_n = alpha_n dx + ds_n r_n (q - khat_n logit_n / D);  dq = sum ds_n khat_n.
+    """
+    dtype, width = query.dtype, grad.shape[-1]
+    dx = grad.to(dtype)
+    if scale != 1.0:
+        dx = dx * scale
+    every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
+    values = list(sources) if prior is None else [prior, *sources]
+    alpha = (every - lse).exp_()
+    u = torch.stack([_pair_dot(dx, value.to(dtype), heads) for value in values])
+    dlogits = alpha * (u - (alpha * u).sum(0))
+    weights = alpha - 1.0 / len(values) if centered else alpha
+    dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
+    if prior is not None:
+        dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
+        dprior_lse, dlogits, weights = dlogits[0].clone(), dlogits[1:], weights[1:]
+    dquery = torch.zeros_like(query)
+    dsources = [
+        _source_gradient(source, dx, query, w, ds, r, logit, dquery, heads)
+        for source, w, ds, r, logit in zip(sources, weights, dlogits, rstd, logits, strict=True)
+    ]
+    return dsources, dquery, dprior, dprior_lse
+
+
+def _source_gradient(
+    source: Tensor,
+    dx: Tensor | None,
+    query: Tensor,
+    weight: Tensor | None,
+    ds: Tensor,
+    r: Tensor,
+    logit: Tensor,
+    dquery: Tensor,
+    heads: int,
+    base: Tensor | None = None,
+) -> Tensor:
+    """weight*dx (or ``base``) + r*ds*q - (sum_h ds*logit) r^2 s / D; adds into ``dquery``."""
+    s, width = source.to(query.dtype), source.shape[-1]
+    through = ds * r
+    _add_query_gradient(dquery, through, s, heads)
+    # each norm group's share of the width: D, or D/H when slices are normalised on their own
+    pull = ds * logit if r.shape[-1] == heads else (ds * logit).sum(-1, keepdim=True)
+    pull = pull * r.square() / (width // r.shape[-1])
+    out = base if base is not None else _spread(weight, width) * dx  # pyright: ignore
+    out.addcmul_(_spread(through, width), query.expand_as(out))
+    out.addcmul_(_spread(pull, width), s, value=-1.0)
+    return out.to(source.dtype)
+
+
+def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) -> None:
+    """dq += sum over tokens of ds_n khat_n."""
+    if heads == 1:
+        dquery.addmv_(s.t(), through.squeeze(-1))
+    else:
+        grouped = torch.einsum("nh,nhd->hd", through, s.view(s.shape[0], heads, -1))
+        dquery.add_(grouped.reshape(-1))
+
+
+def group_forward(
+    sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """outputs [G, N, D], lse [G, N, H], rstd [S, N, 1|H], logits [S, G, N, H]."""
+    tokens, width = sources[0].shape
+    count, dtype, device = queries.shape[0], queries.dtype, queries.device
+    norms = heads if slice_norm else 1
+    rstd = torch.empty(len(sources), tokens, norms, dtype=dtype, device=device)
+    logits = torch.empty(len(sources), count, tokens, heads, dtype=dtype, device=device)
+    sliced = queries.view(count, heads, -1)
+    for n, source in enumerate(sources):
+        s = source.to(dtype)
+        rstd[n] = _rstd(s, eps, heads, slice_norm)
+        dots = torch.einsum("nhd,ghd->gnh", s.view(tokens, heads, -1), sliced)
+        torch.mul(dots, rstd[n], out=logits[n])
+    lse = torch.logsumexp(logits, 0)
+    out = torch.zeros(count, tokens, width, dtype=dtype, device=device)
+    for n, source in enumerate(sources):
+        s, alpha = source.to(dtype), (logits[n] - lse).exp_()
+        for g in range(count):
+            out[g].addcmul_(_spread(alpha[g], width), s)
+    return out, lse, rstd, logits
+
+
+def group_backward(
+    grad: Tensor,
+    grad_lse: Tensor,
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    heads: int,
+) -> tuple[list[Tensor], Tensor]:
+    """As :func:`mix_backward` for every query at once, with ``grad_lse`` joining the logits."""
+    dtype, count = queries.dtype, queries.shape[0]
+    width = grad.shape[-1]
+    dx = grad.to(dtype)
+    u = torch.stack(
+        [torch.stack([_pair_dot(dx[g], s.to(dtype), heads) for g in range(count)]) for s in sources]
+    )
+    alpha = (logits - lse).exp_()
+    dlogits = alpha * (u - (alpha * u).sum(0) + grad_lse)
+    dqueries = torch.zeros_like(queries)
+    dsources = []
+    for n, source in enumerate(sources):
+        s, r = source.to(dtype), rstd[n]
+        total = torch.zeros_like(s)
+        pull = torch.zeros_like(r)
+        for g in range(count):
+            ds = dlogits[n, g]
+            through = ds * r
+            _add_query_gradient(dqueries[g], through, s, heads)
+            total.addcmul_(_spread(alpha[n, g], width), dx[g])
+            total.addcmul_(_spread(through, width), queries[g].expand_as(total))
+            weighted = ds * logits[n, g]
+            pull += weighted if r.shape[-1] == heads else weighted.sum(-1, keepdim=True)
+        pull = pull * r.square() / (width // r.shape[-1])
+        total.addcmul_(_spread(pull, width), s, value=-1.0)
+        dsources.append(total.to(source.dtype))
+    return dsources, dqueries
+
+
+def attention_mix_forward(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Mixed values [B, Hkv, T, dv] and weights [J, B, Hkv, T]."""
+    dtype = wide(query.dtype)
+    qbar = _grouped_mean(query.to(dtype), keys[0].shape[1])
+    logits = torch.stack([torch.einsum("bhtd,bhtd->bht", qbar, k.to(dtype)) for k in keys])
+    alpha = torch.softmax(logits.mul_(scaling), 0)
+    out = alpha[0].unsqueeze(-1) * values[0].to(dtype)
+    for weight, value in zip(alpha[1:], values[1:], strict=True):
+        out.addcmul_(weight.unsqueeze(-1), value.to(dtype))
+    return out.to(values[-1].dtype), alpha
+
+
+def attention_mix_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    alpha: Tensor,
+    scaling: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    dtype = wide(query.dtype)
+    dout = grad.to(dtype)
+    groups = keys[0].shape[1]
+    qbar = _grouped_mean(query.to(dtype), groups)
+    u = torch.stack([torch.einsum("bhtd,bhtd->bht", dout, v.to(dtype)) for v in values])
+    dlogits = (alpha * (u - (alpha * u).sum(0))).mul_(scaling)
+    dqbar = torch.zeros_like(qbar)
+    dkeys, dvalues = [], []
+    for weight, ds, key, value in zip(alpha, dlogits, keys, values, strict=True):
+        dqbar.addcmul_(ds.unsqueeze(-1), key.to(dtype))
+        dkeys.append((ds.unsqueeze(-1) * qbar).to(key.dtype))
+        dvalues.append((weight.unsqueeze(-1) * dout).to(value.dtype))
+    repeat = query.shape[1] // groups
+    dquery = dqbar.div_(repeat).repeat_interleave(repeat, dim=1).to(query.dtype)
+    return dquery, dkeys, dvalues
+
+
+def _grouped_mean(query: Tensor, groups: int) -> Tensor:
+    if query.shape[1] == groups:
+        return query
+    return query.unflatten(1, (groups, -1)).mean(2)

@@ -1,0 +1,111 @@
+"""Public depth-attention value mixing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.errors import DepthrouteError
+from depthroute.ops import _torch
+from depthroute.ops.backends import choose
+
+
+def depth_attention_mix(
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    backend: str = "auto",
+    *,
+    scaling: float | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """``vt = sum_j softmax_j(mean(query) . k_j / sqrt(d)) v_j`` per token and KV head.
+
+    ``query`` is ``[B, Hq, T, d]``; ``keys`` and ``values`` are lists over the layers read, self
+    last, of ``[B, Hkv, T, d]`` and ``[B, Hkv, T, dv]``. Query and key sit at the same token, so
+    rotated and un-rotated ones give the same weights.
+    """
+    _check(query, keys, values)
+    choose("depth_attention_mix", query.device.type, backend)
+    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    mixed, weights = torch.ops.depthroute.depth_attention_mix(
+        query, list(keys), list(values), scaling
+    )
+    return (mixed, weights) if return_weights else mixed
+
+
+def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if not keys or len(keys) != len(values):
+        raise DepthrouteError(
+            f"{len(keys)} keys and {len(values)} values; give one of each per layer, self last"
+        )
+    for n, (key, value) in enumerate(zip(keys, values, strict=True)):
+        if key.shape != keys[0].shape or value.shape != values[0].shape:
+            raise DepthrouteError(
+                f"keys[{n}] {tuple(key.shape)} and values[{n}] {tuple(value.shape)} differ from "
+                f"the first, {tuple(keys[0].shape)} and {tuple(values[0].shape)}"
+            )
+    key = keys[0]
+    if key.shape[-1] != query.shape[-1] or query.shape[1] % key.shape[1]:
+        raise DepthrouteError(
+            f"query {tuple(query.shape)} does not fit keys {tuple(key.shape)}: head sizes must be "
+            "equal and the KV heads must divide the query heads"
+        )
+
+
+@torch.library.custom_op("depthroute::depth_attention_mix", mutates_args=())
+def _attention_mix(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
+) -> tuple[Tensor, Tensor]:
+    return _torch.attention_mix_forward(query, keys, values, scaling)
+
+
+@_attention_mix.register_fake
+def _(query, keys, values, scaling):
+    dtype = _torch.wide(query.dtype)
+    weights = query.new_empty(len(keys), *keys[0].shape[:3], dtype=dtype)
+    return values[-1].new_empty(values[-1].shape), weights
+
+
+@torch.library.custom_op("depthroute::depth_attention_mix_backward", mutates_args=())
+def _attention_mix_backward(
+    grad: Tensor,
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    weights: Tensor,
+    scaling: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    return _torch.attention_mix_backward(grad, query, keys, values, weights, scaling)
+
+
+@_attention_mix_backward.register_fake
+def _(grad, query, keys, values, weights, scaling):
+    return (
+        query.new_empty(query.shape),
+        [k.new_empty(k.shape) for k in keys],
+        [v.new_empty(v.shape) for v in values],
+    )
+
+
+def _setup(ctx, inputs, output) -> None:
+    query, keys, values, scaling = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(query, *keys, *values, output[1])
+    ctx.scaling = scaling
+
+
+def _backward(ctx, grad, _):
+    query, *pairs, weights = ctx.saved_tensors
+    keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+    dquery, dkeys, dvalues = torch.ops.depthroute.depth_attention_mix_backward(
+        grad, query, keys, values, weights, ctx.scaling
+    )
+    return dquery, dkeys, dvalues, None
+
+
+torch.library.register_autograd("depthroute::depth_attention_mix", _backward, setup_context=_setup)

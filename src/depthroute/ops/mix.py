@@ -1,0 +1,343 @@
+"""Public depth-mix operators: checked arguments, registered ops, exact gradients.
+
+Each public function flattens tokens, folds ``q = gain * query`` and calls an op of the
+``depthroute`` namespace that has a fake (meta) implementation and an autograd formula, so
+``torch.compile(fullgraph=True)``, CUDA graphs, FSDP and activation checkpointing see one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.errors import DepthrouteError
+from depthroute.ops import _torch, reference
+from depthroute.ops.backends import choose
+
+
+def depth_mix(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    *,
+    head_norm: str = "full",
+    centered: bool = False,
+    scale: float = 1.0,
+    return_weights: bool = False,
+) -> Any:
+    """``x = scale * (residual + sum_n softmax_n(query . RMSNorm(s_n)) s_n)``.
+
+    ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``. With
+    ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
+    :func:`depthroute.ops.reference.depth_mix` for the definition.
+
+    >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
+    >>> depth_mix([a, b], torch.zeros(8)).unique().item()
+    0.5
+    """
+    _check_sources(sources, query, key_weight, residual, heads)
+    choose("depth_mix", query.device.type, backend)
+    x = _call(
+        sources, query, key_weight, residual, None, None, eps, heads, head_norm, centered, scale
+    )
+    if not return_weights:
+        return x
+    logits = reference.depth_logits(
+        sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
+    )
+    return x, torch.softmax(logits, dim=0)
+
+
+def depth_mix_group(
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    key_weights: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    *,
+    head_norm: str = "full",
+) -> tuple[Tensor, Tensor]:
+    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H]."""
+    _check_sources(sources, queries[0], None, None, heads)
+    choose("depth_mix_group", queries.device.type, backend)
+    shape = sources[0].shape
+    q = _fold(queries, key_weights, sources[0].dtype)
+    flat = [_flat(s) for s in sources]
+    out, lse, _, _ = torch.ops.depthroute.depth_mix_group(flat, q, eps, heads, head_norm == "slice")
+    return out.view(-1, *shape), lse.view(-1, *shape[:-1], heads)
+
+
+def depth_mix_merge(
+    prior: Tensor,
+    prior_lse: Tensor,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    *,
+    head_norm: str = "full",
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
+    _check_sources([*sources, prior], query, key_weight, residual, heads, same_dtype=False)
+    choose("depth_mix_merge", query.device.type, backend)
+    example = residual if residual is not None else (sources[0] if sources else prior)
+    return _call(
+        sources,
+        query,
+        key_weight,
+        residual,
+        prior,
+        prior_lse,
+        eps,
+        heads,
+        head_norm,
+        False,
+        scale,
+        dtype or example.dtype,
+    )
+
+
+def _call(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    residual: Tensor | None,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    eps: float,
+    heads: int,
+    head_norm: str,
+    centered: bool,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    example = sources[0] if prior is None else prior
+    out = torch.ops.depthroute.depth_mix(
+        [_flat(s) for s in sources],
+        _fold(query, key_weight, example.dtype),
+        None if residual is None else _flat(residual),
+        None if prior is None else _flat(prior),
+        None if prior_lse is None else _flat(prior_lse),
+        eps,
+        heads,
+        head_norm == "slice",
+        centered,
+        scale,
+        dtype or example.dtype,
+    )
+    return out[0].view(example.shape)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    statistics = _torch.wide(torch.promote_types(query.dtype, dtype))
+    q = query.to(statistics)
+    return q if key_weight is None else q * key_weight.to(statistics)
+
+
+def _check_sources(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    residual: Tensor | None,
+    heads: int,
+    same_dtype: bool = True,
+) -> None:
+    if len(sources) == 0:
+        raise DepthrouteError("sources is empty; depth_mix needs at least one tensor [..., D]")
+    first = sources[0]
+    for n, source in enumerate(sources):
+        if source.shape != first.shape:
+            raise DepthrouteError(
+                f"sources[{n}] has shape {tuple(source.shape)} and sources[0] "
+                f"{tuple(first.shape)}; all sources must have one shape [..., D]"
+            )
+        if same_dtype and source.dtype != first.dtype:
+            raise DepthrouteError(
+                f"sources[{n}] is {source.dtype} and sources[0] {first.dtype}; "
+                "cast them to one dtype"
+            )
+        if source.device != first.device:
+            raise DepthrouteError(
+                f"sources[{n}] is on {source.device} and sources[0] on {first.device}; "
+                "move them to one device"
+            )
+    width = first.shape[-1]
+    if residual is not None and residual.shape != first.shape:
+        raise DepthrouteError(
+            f"residual has shape {tuple(residual.shape)} and the sources {tuple(first.shape)}; "
+            "they must be equal"
+        )
+    for name, tensor in (("query", query), ("key_weight", key_weight)):
+        if tensor is not None and tensor.shape != (width,):
+            raise DepthrouteError(
+                f"{name} has shape {tuple(tensor.shape)}; sources of width {width} need [{width}]"
+            )
+    if heads < 1 or width % heads:
+        raise DepthrouteError(
+            f"heads={heads} does not divide the width {width}; choose a divisor of {width}"
+        )
+
+
+@torch.library.custom_op("depthroute::depth_mix", mutates_args=())
+def _depth_mix(
+    sources: list[Tensor],
+    query: Tensor,
+    residual: Tensor | None,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    eps: float,
+    heads: int,
+    slice_norm: bool,
+    centered: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _torch.mix_forward(
+        sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
+    )
+
+
+@_depth_mix.register_fake
+def _(sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype):
+    example = sources[0] if prior is None else prior
+    tokens, width = example.shape
+    return (
+        example.new_empty(tokens, width, dtype=dtype),
+        query.new_empty(len(sources), tokens, heads if slice_norm else 1),
+        query.new_empty(len(sources), tokens, heads),
+        query.new_empty(tokens, heads),
+    )
+
+
+@torch.library.custom_op("depthroute::depth_mix_backward", mutates_args=())
+def _depth_mix_backward(
+    grad: Tensor,
+    sources: list[Tensor],
+    query: Tensor,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    heads: int,
+    centered: bool,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    return _torch.mix_backward(
+        grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale
+    )
+
+
+@_depth_mix_backward.register_fake
+def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale):
+    empty = query.new_empty(0)
+    return (
+        [s.new_empty(s.shape) for s in sources],
+        query.new_empty(query.shape),
+        empty if prior is None else prior.new_empty(prior.shape),
+        empty.clone() if prior_lse is None else prior_lse.new_empty(prior_lse.shape),
+    )
+
+
+def _mix_setup(ctx, inputs, output) -> None:
+    sources, query, residual, prior, prior_lse, _, heads, _, centered, scale, _ = inputs
+    _, rstd, logits, lse = output
+    ctx.mark_non_differentiable(rstd, logits, lse)
+    ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
+    ctx.heads, ctx.centered, ctx.scale = heads, centered, scale
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _mix_backward(ctx, grad, *_):
+    *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 11
+    options = ctx.heads, ctx.centered, ctx.scale
+    dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
+        grad, sources, query, prior, prior_lse, rstd, logits, lse, *options
+    )
+    dresidual = None
+    if ctx.residual_dtype is not None:
+        dresidual = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.residual_dtype)
+    if prior is None:
+        dprior = dprior_lse = None
+    return dsources, dquery, dresidual, dprior, dprior_lse, *(None,) * 6
+
+
+torch.library.register_autograd("depthroute::depth_mix", _mix_backward, setup_context=_mix_setup)
+
+
+@torch.library.custom_op("depthroute::depth_mix_group", mutates_args=())
+def _depth_mix_group(
+    sources: list[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _torch.group_forward(sources, queries, eps, heads, slice_norm)
+
+
+@_depth_mix_group.register_fake
+def _(sources, queries, eps, heads, slice_norm):
+    (tokens, width), count = sources[0].shape, queries.shape[0]
+    return (
+        queries.new_empty(count, tokens, width),
+        queries.new_empty(count, tokens, heads),
+        queries.new_empty(len(sources), tokens, heads if slice_norm else 1),
+        queries.new_empty(len(sources), count, tokens, heads),
+    )
+
+
+@torch.library.custom_op("depthroute::depth_mix_group_backward", mutates_args=())
+def _depth_mix_group_backward(
+    grad: Tensor,
+    grad_lse: Tensor,
+    sources: list[Tensor],
+    queries: Tensor,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    heads: int,
+) -> tuple[list[Tensor], Tensor]:
+    return _torch.group_backward(grad, grad_lse, sources, queries, rstd, logits, lse, heads)
+
+
+@_depth_mix_group_backward.register_fake
+def _(grad, grad_lse, sources, queries, rstd, logits, lse, heads):
+    return [s.new_empty(s.shape) for s in sources], queries.new_empty(queries.shape)
+
+
+def _group_setup(ctx, inputs, output) -> None:
+    sources, queries, _, heads, _ = inputs
+    _, lse, rstd, logits = output
+    ctx.mark_non_differentiable(rstd, logits)
+    ctx.save_for_backward(*sources, queries, rstd, logits, lse)
+    ctx.heads = heads
+
+
+def _group_backward(ctx, grad, grad_lse, *_):
+    *sources, queries, rstd, logits, lse = ctx.saved_tensors
+    dsources, dqueries = torch.ops.depthroute.depth_mix_group_backward(
+        grad, grad_lse, sources, queries, rstd, logits, lse, ctx.heads
+    )
+    return dsources, dqueries, None, None, None
+
+
+torch.library.register_autograd(
+    "depthroute::depth_mix_group", _group_backward, setup_context=_group_setup
+)

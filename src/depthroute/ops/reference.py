@@ -1,0 +1,176 @@
+"""The definition of every operator, written as the equations are.
+
+Legend: ``S`` sources along depth, ``D`` width, ``H`` routing heads, ``G`` queries of a group. All
+arithmetic is in fp32, or fp64 for fp64 inputs, and the result is rounded once. Sources come as a
+list and are never stacked. These functions are what every other implementation is tested against;
+use :mod:`depthroute.ops` for speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+def widen(x: Tensor) -> Tensor:
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def depth_logits(
+    sources: Sequence[Float[Tensor, "*tokens D"]],
+    query: Float[Tensor, " D"],
+    key_weight: Float[Tensor, " D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    heads: int = 1,
+    head_norm: str = "full",
+) -> Float[Tensor, "S *tokens H"]:
+    """logit_n = w . (g * RMSNorm(s_n)), per head after slicing the width into H groups.
+
+    ``head_norm="full"`` normalises over the whole width before slicing (MHAR eq. 3); ``"slice"``
+    normalises each slice, as MHAR's listing does.
+    """
+    q = _folded(query, key_weight, sources[0]).unflatten(-1, (heads, -1))
+    logits = []
+    for source in sources:
+        s = widen(source).unflatten(-1, (heads, -1))
+        dims = (-2, -1) if head_norm == "full" else (-1,)
+        khat = s * torch.rsqrt(s.square().mean(dims, keepdim=True) + eps)
+        logits.append((q * khat).sum(-1))
+    return torch.stack(logits)
+
+
+def depth_mix(
+    sources: Sequence[Float[Tensor, "*tokens D"]],
+    query: Float[Tensor, " D"],
+    key_weight: Float[Tensor, " D"] | None = None,
+    *,
+    residual: Float[Tensor, "*tokens D"] | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    head_norm: str = "full",
+    centered: bool = False,
+    scale: float = 1.0,
+    return_weights: bool = False,
+) -> Any:
+    """x = scale * (residual + sum_n alpha_n s_n), alpha = softmax_n(logit_n)  (AttnRes eq. 2-4).
+
+    ``centered`` uses ``alpha_n - 1/S`` instead, which vanishes exactly at zero queries.
+    """
+    logits = depth_logits(sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm)
+    alpha = torch.softmax(logits, dim=0)
+    used = alpha - 1.0 / len(sources) if centered else alpha
+    mix = _weighted_sum(used * scale, sources)
+    if residual is not None:
+        mix = scale * widen(residual) + mix
+    x = mix.to(sources[0].dtype)
+    return (x, alpha) if return_weights else x
+
+
+def depth_mix_group(
+    sources: Sequence[Float[Tensor, "*tokens D"]],
+    queries: Float[Tensor, "G D"],
+    key_weights: Float[Tensor, "G D"] | None = None,
+    *,
+    eps: float = 1e-6,
+    heads: int = 1,
+    head_norm: str = "full",
+) -> tuple[Float[Tensor, "G *tokens D"], Float[Tensor, "G *tokens H"]]:
+    """Phase 1 (AttnRes section 4): every query of a group over the finished sources.
+
+    Returns the normalised outputs, not yet rounded, and the log-sum-exp of their logits.
+    """
+    outputs, lses = [], []
+    for g, query in enumerate(queries):
+        gain = None if key_weights is None else key_weights[g]
+        logits = depth_logits(sources, query, gain, eps=eps, heads=heads, head_norm=head_norm)
+        outputs.append(_weighted_sum(torch.softmax(logits, dim=0), sources))
+        lses.append(torch.logsumexp(logits, dim=0))
+    return torch.stack(outputs), torch.stack(lses)
+
+
+def depth_mix_merge(
+    prior: Float[Tensor, "*tokens D"],
+    prior_lse: Float[Tensor, "*tokens H"],
+    sources: Sequence[Float[Tensor, "*tokens D"]],
+    query: Float[Tensor, " D"],
+    key_weight: Float[Tensor, " D"] | None = None,
+    *,
+    residual: Float[Tensor, "*tokens D"] | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    head_norm: str = "full",
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "*tokens D"]:
+    """Phase 2: the finished sources' output and the few newer sources, merged exactly.
+
+    A finished group behaves as one source whose value is ``prior`` and whose logit is
+    ``prior_lse``; with a single newer source this is ``o + sigmoid(s - lse) * (partial - o)``.
+    """
+    logits = prior_lse.unsqueeze(0)
+    if sources:
+        newer = depth_logits(sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm)
+        logits = torch.cat([logits, newer])
+    mix = _weighted_sum(torch.softmax(logits, dim=0) * scale, [prior, *sources])
+    if residual is not None:
+        mix = scale * widen(residual) + mix
+    example = residual if residual is not None else (sources[0] if sources else prior)
+    return mix.to(dtype or example.dtype)
+
+
+def merge_partials(
+    outputs: Sequence[Float[Tensor, "*tokens D"]], lses: Sequence[Float[Tensor, "*tokens H"]]
+) -> tuple[Float[Tensor, "*tokens D"], Float[Tensor, "*tokens H"]]:
+    """Outputs and log-sum-exps over disjoint sets of sources, as if over their union."""
+    stacked = torch.stack(list(lses))
+    weights = torch.softmax(stacked, dim=0)
+    return _weighted_sum(weights, outputs), torch.logsumexp(stacked, dim=0)
+
+
+def depth_attention_mix(
+    query: Float[Tensor, "B Hq T d"],
+    keys: Sequence[Float[Tensor, "B Hkv T d"]],
+    values: Sequence[Float[Tensor, "B Hkv T dv"]],
+    *,
+    scaling: float | None = None,
+    return_weights: bool = False,
+) -> Any:
+    """vt = sum_j alpha_j v_j, alpha = softmax_j(qbar . k_j / sqrt(d))  (Depth-Attention eq. 3-4).
+
+    ``qbar`` is the mean of the query heads that share a KV head. Self comes last in both lists;
+    earlier layers give their already mixed values.
+    """
+    scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    qbar = widen(query).unflatten(1, (keys[0].shape[1], -1)).mean(2)
+    logits = torch.stack([(qbar * widen(k)).sum(-1) * scaling for k in keys])
+    alpha = torch.softmax(logits, dim=0)
+    mixed = sum(a.unsqueeze(-1) * widen(v) for a, v in zip(alpha, values, strict=True))
+    assert isinstance(mixed, Tensor)
+    mixed = mixed.to(values[-1].dtype)
+    return (mixed, alpha) if return_weights else mixed
+
+
+def _folded(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
+    """q = g * w, once, at the precision of the statistics."""
+    q = query if key_weight is None else widen(query) * widen(key_weight)
+    return q.to(torch.promote_types(torch.promote_types(q.dtype, like.dtype), torch.float32))
+
+
+def _weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
+    """sum_n weights_n s_n with weights [S, *tokens, H], each head weighting its slice."""
+    heads = weights.shape[-1]
+    total = None
+    for weight, source in zip(weights, sources, strict=True):
+        term = (weight.unsqueeze(-1) * widen(source).unflatten(-1, (heads, -1))).flatten(-2)
+        total = term if total is None else total + term
+    assert total is not None
+    return total

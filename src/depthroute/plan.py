@@ -1,0 +1,373 @@
+"""The schedule of a routed model: which sources each place reads, worked out once and frozen.
+
+A plan is pure arithmetic on indices. Streams, sites, checkpoints and diagnostics all ask it, so
+the question "what is a source here?" has one answer. Legend: ``i`` is the sublayer index
+``0..num_sublayers-1``; ``k`` the block size in sublayers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from depthroute.errors import ConfigError
+
+if TYPE_CHECKING:
+    from depthroute.config import RoutingConfig
+
+FINAL = "final"
+
+
+@dataclass(frozen=True)
+class Plan:
+    method: str
+    init: str
+    num_layers: int
+    sublayers: tuple[str, ...]
+    block_size: int
+    sources: str
+    routing: str
+    include_partial: bool
+    embedding_source: bool
+    heads: int
+    head_norm: str
+    eps: float
+    learned: bool
+    stride: int
+    recent_window: int
+    loops: int
+    group_size: int | None
+    """Sublayers per two-phase group; None reads in one pass."""
+    reason: str
+    """Why one pass or two phases."""
+
+    @property
+    def num_sublayers(self) -> int:
+        return self.num_layers * len(self.sublayers)
+
+    @property
+    def routes(self) -> bool:
+        """Whether any place reads something other than the plain residual state."""
+        return self.method in ("attnres", "delta", "x0_skip")
+
+    @property
+    def is_additive(self) -> bool:
+        return self.routing == "additive"
+
+    @property
+    def is_centered(self) -> bool:
+        return self.init == "centered"
+
+    @property
+    def is_gated(self) -> bool:
+        return self.init == "gate" or self.learned
+
+    @property
+    def is_scale_preserving(self) -> bool:
+        return self.init == "complete" and self.routes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sources sum to the residual state at every place."""
+        return (
+            self.method in ("attnres", "delta")
+            and self.sources == "delta"
+            and self.embedding_source
+            and (self.block_size == 1 or self.include_partial)
+        )
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the running sum itself is needed beside the sources."""
+        return (
+            not self.routes
+            or self.is_additive
+            or self.is_centered
+            or self.sources == "cumulative"
+            or not self.embedding_source
+        )
+
+    @property
+    def keeps_partial(self) -> bool:
+        """Whether the sum of the current block is needed."""
+        blocks = self.method in ("attnres", "delta") and self.sources == "delta"
+        return blocks and self.block_size > 1
+
+    @property
+    def has_final_site(self) -> bool:
+        return self.method in ("attnres", "delta") and not self.is_additive
+
+    def boundary(self, index: int) -> bool:
+        """Whether sublayer ``index`` starts a block (``num_sublayers`` closes the last)."""
+        return index % self.block_size == 0
+
+    def num_finished(self, index: int) -> int:
+        """Sources that exist before sublayer ``index``, the current partial not counted."""
+        if self.method == "x0_skip":
+            return 1
+        if self.method not in ("attnres", "delta"):
+            return 0
+        if self.sources == "reference":
+            # stored while a block's first sublayer is pushed, so visible one sublayer later
+            return 0 if index == 0 else (index - 1) // self.block_size + 1
+        return int(self.embedding_source) + index // self.block_size
+
+    def has_partial(self, index: int) -> bool:
+        return self.keeps_partial and not self.boundary(index)
+
+    def num_sources(self, index: int) -> int:
+        """Sources that the place before sublayer ``index`` reads; ``num_sublayers`` is the end."""
+        at_end = index == self.num_sublayers
+        partial = self.has_partial(index) and (self.include_partial or at_end)
+        return self.num_finished(index) + partial
+
+    def reads_mix(self, index: int) -> bool:
+        """Whether the place before sublayer ``index`` reads more than the plain state."""
+        if not self.routes or index == 0:
+            return False
+        if index == self.num_sublayers and not self.has_final_site:
+            return False
+        return self.num_sources(index) > 0 and not (
+            self.is_centered and self.num_sources(index) == 1
+        )
+
+    def has_query(self, index: int) -> bool:
+        """Whether there is something to choose: a single source has weight 1 and no gradient."""
+        chooses = self.method in ("attnres", "delta")
+        return chooses and self.reads_mix(index) and self.num_sources(index) > 1
+
+    def has_gate(self, index: int) -> bool:
+        if self.method == "depth_attention" and self.init == "gate":
+            # one per layer, at its attention: how far the mixed value replaces the layer's own
+            layer, place = divmod(index, len(self.sublayers))
+            return place == 0 and index < self.num_sublayers and bool(self.depth_sources(layer))
+        return self.is_gated and self.reads_mix(index)
+
+    def has_site(self, index: int) -> bool:
+        return self.has_query(index) or self.has_gate(index)
+
+    def site_name(self, index: int) -> str:
+        if index == self.num_sublayers:
+            return FINAL
+        layer, kind = divmod(index, len(self.sublayers))
+        return f"layers.{layer}.{self.sublayers[kind]}"
+
+    def site_names(self) -> dict[int, str]:
+        """Index to name of every place that owns parameters, in the order they are read."""
+        return {i: self.site_name(i) for i in range(self.num_sublayers + 1) if self.has_site(i)}
+
+    def num_parameters(self, width: int) -> int:
+        """Routing parameters at hidden width ``width``."""
+        places = range(self.num_sublayers + 1)
+        queries = sum(self.has_query(i) for i in places)
+        gates = sum(self.has_gate(i) for i in places)
+        return 2 * width * queries + gates
+
+    # two-phase groups
+
+    def opens_group(self, index: int) -> bool:
+        """Whether phase 1 of a two-phase group is computed just before sublayer ``index``."""
+        return (
+            self.group_size is not None
+            and index % self.group_size == 0
+            and index < self.num_sublayers
+            and self.num_finished(index) > 1
+        )
+
+    def group(self, index: int) -> range:
+        """The sublayers that share phase 1 with ``index``."""
+        assert self.group_size is not None
+        start = index - index % self.group_size
+        return range(start, min(start + self.group_size, self.num_sublayers))
+
+    def in_open_group(self, index: int) -> bool:
+        return self.group_size is not None and (
+            index < self.num_sublayers and self.opens_group(self.group(index).start)
+        )
+
+    # depth attention
+
+    def depth_sources(self, layer: int) -> tuple[int, ...]:
+        """Earlier layers whose mixed values layer ``layer`` draws on (D_l without itself).
+
+        Anchors are absolute within a visit of the stack: ``j < l`` with ``j % stride == 0``, plus
+        the ``recent_window`` layers just below. A looped stack adds the same layer's earlier
+        visits.
+        """
+        if self.method != "depth_attention":
+            return ()
+        depth = self.num_layers // self.loops
+        visit, position = divmod(layer, depth)
+        anchors = {j for j in range(position) if j % self.stride == 0}
+        anchors |= set(range(max(0, position - self.recent_window), position))
+        earlier = [v * depth + position for v in range(visit)]
+        return tuple(earlier + [visit * depth + j for j in sorted(anchors)])
+
+    def depth_kept(self, layer: int) -> tuple[int, ...]:
+        """Layers whose keys and values must outlive layer ``layer``."""
+        later = range(layer + 1, self.num_layers)
+        return tuple(sorted({j for x in later for j in self.depth_sources(x) if j <= layer}))
+
+    @classmethod
+    def build(
+        cls,
+        config: RoutingConfig,
+        num_layers: int,
+        *,
+        width: int | None,
+        eps: float,
+        converting: bool,
+        sublayers: tuple[str, ...],
+    ) -> Plan:
+        if num_layers < 1:
+            raise ConfigError(f"num_layers={num_layers} must be at least 1")
+        if num_layers % config.loops:
+            raise ConfigError(
+                f"routing.loops={config.loops} does not divide the {num_layers} layers of the "
+                "model as run; num_hidden_layers counts every visit, so use a multiple of loops"
+            )
+        total = num_layers * len(sublayers)
+        method = config.method
+        routed = method in ("attnres", "delta")
+        block_size = _block_size(config, total, len(sublayers))
+        init = config.init or _default_init(config, converting)
+        sources = config.sources or ("reference" if init == "reference" else "delta")
+        routing = config.routing or ("replacement" if method == "attnres" else "additive")
+        if sources == "reference" and (routing == "replacement" or block_size == 1):
+            # the released code departs from the paper only in its additive block sources
+            sources = "delta"
+        partial = config.include_partial
+        if partial is None:
+            partial = sources == "delta" and (method == "attnres" or init == "complete")
+        if partial and sources != "delta":
+            raise ConfigError(
+                f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
+                "partial block. Leave it out"
+            )
+        if width is not None and width % config.heads:
+            divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
+            raise ConfigError(
+                f"routing.heads={config.heads} does not divide the hidden width {width}; "
+                f"use one of {', '.join(divisors)}"
+            )
+        stride = config.stride or max(1, num_layers // config.loops // 2)
+        if method == "depth_attention" and stride > num_layers // config.loops:
+            raise ConfigError(
+                f"routing.stride={stride} is larger than the {num_layers // config.loops} layers "
+                f"of the model, so only layer 0 would be an anchor; use 1 to "
+                f"{num_layers // config.loops}"
+            )
+        plan = cls(
+            method=method,
+            init=init,
+            num_layers=num_layers,
+            sublayers=tuple(sublayers),
+            block_size=block_size,
+            sources=sources,
+            routing=routing,
+            include_partial=bool(partial) and routed,
+            embedding_source=config.embedding_source,
+            heads=config.heads,
+            head_norm=config.head_norm,
+            eps=config.eps if config.eps is not None else eps,
+            learned=config.learned or (method == "x0_skip" and init == "gate"),
+            stride=stride,
+            recent_window=config.recent_window,
+            loops=config.loops,
+            group_size=None,
+            reason="",
+        )
+        if routed:
+            _refuse_dead_combinations(plan)
+        group_size, reason = _evaluation(config, plan)
+        object.__setattr__(plan, "group_size", group_size)
+        object.__setattr__(plan, "reason", reason)
+        return plan
+
+
+def _block_size(config: RoutingConfig, total: int, per_layer: int) -> int:
+    if config.num_blocks is not None:
+        if config.num_blocks > total:
+            raise ConfigError(
+                f"routing.num_blocks={config.num_blocks} is more than the {total} sublayers of "
+                f"the model; use 1 to {total}"
+            )
+        if "reference" in (config.sources, config.init):
+            # the released code counts whole layers: ceil(L / num_blocks) of them
+            return per_layer * math.ceil(total // per_layer / config.num_blocks)
+        size = math.ceil(total / config.num_blocks)
+        if math.ceil(total / size) != config.num_blocks:
+            possible = sorted({math.ceil(total / s) for s in range(1, total + 1)})
+            raise ConfigError(
+                f"routing.num_blocks={config.num_blocks} cannot be made from {total} sublayers "
+                f"with equal blocks and a shorter last one; possible: "
+                f"{', '.join(map(str, possible))}"
+            )
+        return size
+    size = config.block_size or 1
+    if size > total:
+        raise ConfigError(
+            f"routing.block_size={size} is larger than the model's {total} sublayers "
+            f"({total // per_layer} layers of {per_layer}); use 1 to {total}. block_size counts "
+            "sublayers; a size given in layers, as in Kimi K3 and Megatron configurations, must "
+            f"be multiplied by {per_layer}"
+        )
+    return size
+
+
+def _default_init(config: RoutingConfig, converting: bool) -> str:
+    """Left out, ``init`` is the paper's from scratch and an identity when converting."""
+    if not converting or config.method == "standard":
+        return "paper"
+    if config.method in ("x0_skip", "depth_attention"):
+        return "gate"
+    incomplete = config.sources in ("cumulative", "reference") or not config.embedding_source
+    return "centered" if incomplete or config.include_partial is False else "complete"
+
+
+def _refuse_dead_combinations(plan: Plan) -> None:
+    if plan.init == "complete" and not plan.is_complete:
+        raise ConfigError(
+            f"routing.init='complete' needs sources that sum to the residual state, and "
+            f"sources={plan.sources!r} with include_partial={plan.include_partial}, "
+            f"embedding_source={plan.embedding_source} do not; use init='centered', which is an "
+            "identity for any sources"
+        )
+    if plan.init == "gate" and not plan.is_additive:
+        raise ConfigError(
+            "routing.init='gate' scales what routing adds, and routing='replacement' adds "
+            "nothing; use routing='additive', or init='complete' or 'centered'"
+        )
+    if plan.init == "gate" and plan.is_complete:
+        raise ConfigError(
+            f"routing.init='gate' is dead with complete sources: at zero queries the mix is "
+            f"parallel to the state, the norm removes it, and neither the gate nor the queries "
+            f"of method={plan.method!r}, block_size={plan.block_size} get a gradient; use "
+            "init='complete' or 'centered'"
+        )
+
+
+def _evaluation(config: RoutingConfig, plan: Plan) -> tuple[int | None, str]:
+    """Two phases or one pass: the same numbers to rounding, so only speed and memory decide."""
+    if plan.method not in ("attnres", "delta"):
+        return None, f"method={plan.method!r} has no softmax over depth"
+    if plan.is_centered:
+        if config.evaluation == "two_phase":
+            raise ConfigError(
+                "routing.evaluation='two_phase' would lose the bit-level identity of "
+                "init='centered'; use evaluation='one_pass' or 'auto'"
+            )
+        return None, "one pass: centred weights are exactly zero at step 0 only in one pass"
+    if config.evaluation == "one_pass":
+        return None, "one pass: asked for"
+    if plan.block_size > 1:
+        size, why = plan.block_size, "the finished blocks do not change within a block"
+        size = config.group_size or size
+    else:
+        # reads per sublayer are about S/G + G/2 + 2 with S = num_sublayers/2 on average
+        size = config.group_size or max(2, round(math.sqrt(plan.num_sublayers)))
+        why = f"S/G + G/2 + 2 reads a sublayer are fewest near G={size}"
+    if config.evaluation == "two_phase":
+        return size, f"two phases in groups of {size}: asked for; {why}"
+    return None, "one pass"
