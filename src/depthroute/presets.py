@@ -1,0 +1,204 @@
+"""Named starting points: a model shape, its default routing and the settings it was trained with.
+
+Shapes and training settings of the papers are quoted as published; a field that was not published
+is ``None``, and training then asks for it instead of inventing one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import unknown
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Training settings that belong to a preset; ``None`` where nothing was published."""
+
+    steps: int | None = None
+    tokens_per_step: int | None = None
+    sequence_length: int | None = None
+    lr: float | None = None
+    min_lr: float | None = None
+    warmup_steps: int | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    summary: str
+    model_type: str
+    model: dict[str, Any] = field(hash=False)
+    """Keyword arguments of the Hugging Face configuration."""
+    routing: RoutingConfig
+    recipe: Recipe
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {
+            "routing": self.routing.to_dict(),
+            "recipe": asdict(self.recipe) | {"betas": list(self.recipe.betas)},
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Preset:
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise unknown("preset setting", name, known)
+        recipe = dict(values["recipe"])
+        for name in recipe:
+            if name not in {f.name for f in fields(Recipe)}:
+                raise unknown("recipe setting", name, [f.name for f in fields(Recipe)])
+        recipe["betas"] = tuple(recipe["betas"])
+        routing = RoutingConfig.from_dict(values["routing"])
+        return cls(**values | {"routing": routing, "recipe": Recipe(**recipe)})
+
+
+_DELTA_RECIPE = {
+    "steps": 10_000,
+    "tokens_per_step": 65_536,
+    "sequence_length": 2048,
+    "lr": 6e-4,
+    "min_lr": 6e-5,
+    "warmup_steps": 1000,
+}
+
+
+def _delta(
+    size: str,
+    shape: tuple[int, int, int, int, int, int],
+    routing: RoutingConfig,
+    **recipe: Any,
+) -> Preset:
+    width, layers, heads, kv_heads, ffn, head_dim = shape
+    return Preset(
+        name=f"delta-{size}",
+        summary=f"Delta paper {size.upper()}: {layers} layers of {width}, Qwen3 architecture",
+        model_type="qwen3",
+        model={
+            "vocab_size": 151_936,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": ffn,
+            "head_dim": head_dim,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        routing=routing,
+        recipe=Recipe(**_DELTA_RECIPE | recipe),
+    )
+
+
+def _depth_attention(size: str, shape: tuple[int, int, int, int, int]) -> Preset:
+    width, ffn, layers, heads, kv_heads = shape
+    return Preset(
+        name=f"da-{size}",
+        summary=f"Depth-Attention paper {size.upper()}: {layers} layers of {width}, QK-norm",
+        model_type="qwen3",  # Llama with QK-norm, which is what the paper describes
+        model={
+            "vocab_size": 50_304,
+            "hidden_size": width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": ffn,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        routing=RoutingConfig(method="depth_attention", stride=layers // 2),
+        recipe=Recipe(),  # the paper's 32B tokens of the Pile are known, its rates are not
+    )
+
+
+_TINY = Preset(
+    name="tiny",
+    summary="CPU demo: 8 layers of 64 on bytes, minutes on two cores",
+    model_type="llama",
+    model={
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 192,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+    routing=RoutingConfig(method="delta"),
+    recipe=Recipe(
+        steps=300,
+        tokens_per_step=1024,
+        sequence_length=128,
+        lr=4e-3,
+        min_lr=4e-4,
+        warmup_steps=20,
+    ),
+)
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        _TINY,
+        # width, layers, heads, key-value heads, feed-forward, head_dim
+        _delta("220m", (768, 12, 12, 4, 3072, 64), RoutingConfig(method="delta")),
+        _delta("533m", (1024, 24, 16, 8, 4096, 64), RoutingConfig(method="delta")),
+        _delta("1044m", (1280, 36, 20, 4, 5120, 64), RoutingConfig(method="delta")),
+        _delta(
+            "0.6b", (1024, 28, 16, 8, 3072, 128), RoutingConfig(method="delta", num_blocks=28)
+        ),
+        _delta(
+            "7.57b",
+            (4096, 36, 32, 8, 12_288, 128),
+            RoutingConfig(method="delta", num_blocks=4),
+            tokens_per_step=131_072,
+            lr=3e-4,
+            min_lr=3e-5,
+            warmup_steps=500,
+        ),
+        # width, feed-forward, layers, heads, key-value heads
+        _depth_attention("360m", (960, 2540, 24, 15, 15)),
+        _depth_attention("500m", (1152, 3072, 24, 18, 18)),
+        _depth_attention("710m", (1280, 3072, 32, 20, 20)),
+        _depth_attention("1.5b", (1536, 4096, 48, 24, 6)),
+        _depth_attention("3b", (2048, 6912, 48, 32, 8)),
+    )
+}
+
+
+def get(name: str) -> Preset:
+    """The preset called ``name``, or an error that suggests the nearest."""
+    if name not in PRESETS:
+        raise unknown("preset", name, PRESETS)
+    return PRESETS[name]
+
+
+def build(
+    preset: str | Preset,
+    routing: RoutingConfig | None = None,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+) -> Any:
+    """The preset's model from scratch, with its own routing or another.
+
+    ``device="meta"`` costs no memory and gives names, shapes and counts.
+    """
+    import torch
+
+    from depthroute.models.auto import AutoConfig
+    from depthroute.models.convert import from_config
+
+    preset = get(preset) if isinstance(preset, str) else preset
+    config = AutoConfig.for_model(preset.model_type, **preset.model)
+    options = {} if dtype is None else {"dtype": dtype}
+    with contextlib.nullcontext() if device is None else torch.device(device):
+        return from_config(config, routing or preset.routing, **options)

@@ -1,0 +1,1 @@
+"""Time: data, optimiser, one loop, and the comparison built on it."""

@@ -1,0 +1,214 @@
+"""Text as bytes, with a held-out part, and batches that are a pure function of seed and step.
+
+The default text is the running Python's own standard library: every machine has it, nothing is
+downloaded, and whole files are held out, so a model is judged on modules it has not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from depthroute.errors import DepthrouteError
+
+VOCABULARY = 256
+HELD_OUT_PERCENT = 5
+END_OF_FILE = b"\0"
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class DataError(DepthrouteError):
+    """Text that is missing, empty or too small to train on."""
+
+
+class Batch(NamedTuple):
+    inputs: Tensor
+    targets: Tensor
+    """The token after each input, both [batch, sequence]."""
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.inputs.to(device), self.targets.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenData:
+    """A training stream and a held-out stream, cut into sequences.
+
+    Sequence ``n`` is tokens ``n*T .. n*T + T`` (the last is only a target), so an epoch predicts
+    every token once; at most ``T`` tokens at the end are left over.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    batch_size: int
+    sequence_length: int
+    train_files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part, least in (("train", self.batch_size), ("validation", 1)):
+            tokens = len(getattr(self, part))
+            if self._count(tokens) < least:
+                raise DataError(
+                    f"{self.name}: the {part} part has {tokens:,} bytes and needs at least "
+                    f"{least * self.sequence_length + 1:,} for {least} "
+                    f"sequence{'s' if least > 1 else ''} of {self.sequence_length}; give more "
+                    "text, or a smaller batch_size or sequence_length"
+                )
+
+    def _count(self, tokens: int) -> int:
+        return max(0, (tokens - 1) // self.sequence_length)
+
+    @property
+    def num_sequences(self) -> int:
+        return self._count(len(self.train))
+
+    def batch(self, step: int, seed: int) -> Batch:
+        """The batch of ``step``: nothing but ``seed`` and ``step`` decides it.
+
+        Each epoch visits every sequence once in an order of its own.
+        """
+        first = step * self.batch_size
+        places = range(first, first + self.batch_size)
+        count = self.num_sequences
+        chosen = [epoch_order(seed, n // count, count)[n % count] for n in places]
+        return self._gather(self.train, chosen)
+
+    def validation_batches(self, sequences: int) -> list[Batch]:
+        """Up to ``sequences`` held-out sequences, evenly spread and always the same."""
+        count = self._count(len(self.validation))
+        chosen = np.unique(np.linspace(0, count - 1, min(sequences, count)).astype(np.int64))
+        starts = range(0, len(chosen), self.batch_size)
+        return [self._gather(self.validation, chosen[s : s + self.batch_size]) for s in starts]
+
+    def _gather(self, stream: np.ndarray, sequences: list[int] | np.ndarray) -> Batch:
+        length = self.sequence_length
+        rows = np.stack([stream[n * length : n * length + length + 1] for n in sequences])
+        tokens = torch.from_numpy(rows.astype(np.int64))
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The permutation of one epoch, from a counter-based generator: no state to save."""
+    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
+
+
+def load(path: str | Path | None, *, batch_size: int, sequence_length: int) -> TokenData:
+    """Text from a file or a directory, or the standard library where ``path`` is None.
+
+    A directory is held out by file; a single file by its trailing part.
+    """
+    if path is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        name, files = "Python's standard library", standard_library_files(root)
+        remedy = "this Python ships no library sources; give text with --data"
+    else:
+        root, name = Path(path).expanduser(), str(path)
+        if not root.exists():
+            raise DataError(f"{name} does not exist; --data takes a text file or a directory")
+        files = [root] if root.is_file() else text_files(root)
+        remedy = "--data takes a text file or a directory of them"
+    if not files:
+        raise DataError(f"no text files under {root}; {remedy}")
+    if len(files) == 1:
+        train, validation = _split_trailing(_read(files[0]))
+        parts: tuple[list[Path], list[Path]] = (files, files)
+    else:
+        parts = split_files(root, files)
+        train, validation = (b"".join(_read(f) + END_OF_FILE for f in part) for part in parts)
+    return TokenData(
+        name=name,
+        train=np.frombuffer(train, dtype=np.uint8),
+        validation=np.frombuffer(validation, dtype=np.uint8),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        train_files=tuple(_relative(f, root) for f in parts[0]),
+        validation_files=tuple(_relative(f, root) for f in parts[1]),
+    )
+
+
+def standard_library_files(root: Path) -> list[Path]:
+    """Every ``.py`` file of the library itself, in the order of its path."""
+    found = (p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts))
+    return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def text_files(root: Path) -> list[Path]:
+    """Every visible file under ``root`` that looks like text, in the order of its path."""
+    found = (
+        p
+        for p in root.rglob("*")
+        if p.is_file() and not any(x.startswith(".") for x in p.relative_to(root).parts)
+    )
+    texts = (p for p in found if b"\0" not in _read(p, limit=8192))
+    return sorted(texts, key=lambda p: p.relative_to(root).as_posix())
+
+
+def split_files(root: Path, files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Training and held-out files by a hash of the path, so that it never depends on chance.
+
+    Where the hash would leave one side empty, the file with the smallest hash is held out.
+    """
+    hashes = {f: _path_hash(_relative(f, root)) for f in files}
+    held_out = {f for f, value in hashes.items() if value % 100 < HELD_OUT_PERCENT}
+    if not held_out or len(held_out) == len(files):
+        held_out = {min(hashes, key=hashes.__getitem__)}
+    return [f for f in files if f not in held_out], [f for f in files if f in held_out]
+
+
+def _path_hash(relative: str) -> int:
+    return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:8], "big")
+
+
+def _relative(file: Path, root: Path) -> str:
+    return file.name if file == root else file.relative_to(root).as_posix()
+
+
+def _split_trailing(text: bytes) -> tuple[bytes, bytes]:
+    boundary = len(text) - len(text) * HELD_OUT_PERCENT // 100
+    return text[:boundary], text[boundary:]
+
+
+def _read(file: Path, limit: int = -1) -> bytes:
+    try:
+        with file.open("rb") as handle:
+            return handle.read(limit)
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}; check its permissions") from error
+
+
+def ngram_losses(data: TokenData, batches: list[Batch]) -> dict[str, float]:
+    """Nats per byte of unigram and bigram counts of the training part, on held-out batches.
+
+    A scale for the models' losses: below the bigram line something longer was learned.
+    """
+    pairs = np.zeros(VOCABULARY * VOCABULARY, dtype=np.int64)
+    chunk = 1 << 20
+    for start in range(0, len(data.train) - 1, chunk):
+        part = data.train[start : start + chunk + 1].astype(np.int64)
+        pairs += np.bincount(part[:-1] * VOCABULARY + part[1:], minlength=len(pairs))
+    counts = torch.from_numpy(pairs).view(VOCABULARY, VOCABULARY).double()
+    unigram = _log_probabilities(counts.sum(0, keepdim=True))[0]
+    bigram = _log_probabilities(counts)
+    inputs = torch.cat([b.inputs.flatten() for b in batches])
+    targets = torch.cat([b.targets.flatten() for b in batches])
+    return {
+        "unigram": -unigram[targets].mean().item(),
+        "bigram": -bigram[inputs, targets].mean().item(),
+    }
+
+
+def _log_probabilities(counts: Tensor) -> Tensor:
+    """Of each row, with a little mass for pairs never seen."""
+    smoothed = counts + 0.1
+    return (smoothed / smoothed.sum(-1, keepdim=True)).log()

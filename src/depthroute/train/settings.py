@@ -1,0 +1,153 @@
+"""What a training run is: frozen, validated, and equal to itself after a trip through JSON."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from depthroute.errors import ConfigError, unknown
+from depthroute.presets import Preset
+
+SCHEDULES = ("cosine", "wsd")
+
+_WHOLE = {"steps": 1, "batch_size": 1, "sequence_length": 1, "warmup_steps": 0}
+_WHOLE |= {"validate_every": 1, "validation_sequences": 1}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything the loop needs to know besides the model, the data and the seed."""
+
+    steps: int
+    batch_size: int
+    """Sequences a step."""
+    sequence_length: int
+    lr: float
+    min_lr: float = 0.0
+    routing_lr: float | None = None
+    """Peak rate of the routing parameters; left out, ``lr``."""
+    warmup_steps: int = 0
+    schedule: str = "cosine"
+    decay_fraction: float = 0.2
+    """wsd only: the last part of the run that decays."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest gradient norm."""
+    validate_every: int | None = None
+    """Steps between validations; the end of the run is always validated."""
+    validation_sequences: int = 256
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", _pair(self.betas))
+        for name, least in _WHOLE.items():
+            _check_whole(name, getattr(self, name), least, optional=name == "validate_every")
+        for name in ("lr", "clip"):
+            _check_number(name, getattr(self, name), above=0.0)
+        for name in ("min_lr", "weight_decay"):
+            _check_number(name, getattr(self, name), least=0.0)
+        if self.routing_lr is not None:
+            _check_number("routing_lr", self.routing_lr, above=0.0)
+        if self.min_lr > self.lr:
+            raise ConfigError(
+                f"train.min_lr={self.min_lr} is above train.lr={self.lr}; the schedule ends at "
+                "min_lr, so give at most lr"
+            )
+        if self.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"train.warmup_steps={self.warmup_steps} leaves nothing of train.steps="
+                f"{self.steps} to train at the full rate; use fewer than {self.steps}"
+            )
+        if self.schedule not in SCHEDULES:
+            raise unknown("train.schedule", self.schedule, SCHEDULES)
+        _check_number("decay_fraction", self.decay_fraction, above=0.0)
+        if self.decay_fraction > 1:
+            raise ConfigError(f"train.decay_fraction={self.decay_fraction} must be at most 1")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.sequence_length
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"betas": list(self.betas)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainSettings:
+        _refuse_unknown(values)
+        missing = [name for name in ("steps", "batch_size", "sequence_length", "lr")
+                   if name not in values]
+        if missing:
+            raise ConfigError(f"training settings without {', '.join(missing)}; give them")
+        return cls(**values)
+
+    def with_changes(self, changes: dict[str, Any]) -> TrainSettings:
+        _refuse_unknown(changes)
+        return replace(self, **changes)
+
+
+def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainSettings:
+    """The preset's published settings with ``changes`` on top.
+
+    A shorter run keeps the published proportion of warm-up unless told otherwise.
+    """
+    changes = dict(changes or {})
+    _refuse_unknown(changes)
+    recipe = preset.recipe
+    values: dict[str, Any] = {
+        "steps": recipe.steps,
+        "sequence_length": recipe.sequence_length,
+        "lr": recipe.lr,
+        "min_lr": recipe.min_lr,
+        "warmup_steps": recipe.warmup_steps,
+        "betas": recipe.betas,
+        "weight_decay": recipe.weight_decay,
+        "clip": recipe.clip,
+    }
+    if recipe.tokens_per_step and recipe.sequence_length:
+        values["batch_size"] = recipe.tokens_per_step // recipe.sequence_length
+    if recipe.steps and recipe.warmup_steps and changes.get("steps"):
+        values["warmup_steps"] = round(recipe.warmup_steps * changes["steps"] / recipe.steps)
+    if recipe.lr and recipe.min_lr and changes.get("lr"):
+        values["min_lr"] = recipe.min_lr * changes["lr"] / recipe.lr
+    values = {name: value for name, value in values.items() if value is not None} | changes
+    missing = [n for n in ("steps", "batch_size", "sequence_length", "lr") if n not in values]
+    if missing:
+        raise ConfigError(
+            f"preset {preset.name!r} has no published {', '.join(missing)}; give "
+            + " ".join(f"--set {name}=..." for name in missing)
+        )
+    return TrainSettings(**values)
+
+
+def _refuse_unknown(values: dict[str, Any]) -> None:
+    known = [f.name for f in fields(TrainSettings)]
+    for name in values:
+        if name not in known:
+            raise unknown("training setting", name, known)
+
+
+def _pair(betas: Any) -> tuple[float, float]:
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
+        raise ConfigError(f"train.betas={betas!r} must be two numbers of at least 0 and below 1")
+    return (float(betas[0]), float(betas[1]))
+
+
+def _check_whole(name: str, value: Any, least: int, *, optional: bool) -> None:
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"train.{name}={value!r} must be a whole number of at least {least}")
+
+
+def _check_number(
+    name: str, value: Any, *, above: float | None = None, least: float | None = None
+) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise ConfigError(f"train.{name}={value!r} must be a finite number")
+    if above is not None and not value > above:
+        raise ConfigError(f"train.{name}={value!r} must be greater than {above:g}")
+    if least is not None and value < least:
+        raise ConfigError(f"train.{name}={value!r} must be at least {least:g}")
