@@ -16,6 +16,7 @@ from depthroute.errors import BackendError, CheckpointError, ConfigError, Depthr
 from depthroute.plan import Plan
 
 if TYPE_CHECKING:
+    from depthroute.diagnostics.trace import Trace, trace
     from depthroute.models.convert import (
         IdentityReport,
         convert,
@@ -25,15 +26,19 @@ if TYPE_CHECKING:
         parameter_groups,
         revert,
     )
+    from depthroute.models.reference import load_reference
 
 _LAZY = {
+    "Trace": "depthroute.diagnostics.trace",
     "IdentityReport": "depthroute.models.convert",
     "convert": "depthroute.models.convert",
     "from_config": "depthroute.models.convert",
     "from_pretrained": "depthroute.models.convert",
     "identity_report": "depthroute.models.convert",
+    "load_reference": "depthroute.models.reference",
     "parameter_groups": "depthroute.models.convert",
     "revert": "depthroute.models.convert",
+    "trace": "depthroute.diagnostics.trace",
 }
 
 __all__ = [

@@ -70,12 +70,13 @@ class Plan:
     @property
     def is_complete(self) -> bool:
         """Whether the sources sum to the residual state at every place."""
-        return (
-            self.method in ("attnres", "delta")
-            and self.sources == "delta"
-            and self.embedding_source
-            and (self.block_size == 1 or self.include_partial)
-        )
+        return all(self.is_complete_at(i) for i in range(self.num_sublayers))
+
+    def is_complete_at(self, index: int) -> bool:
+        """Whether the sources sum to the state at this place; at a block's start they do."""
+        routed = self.method in ("attnres", "delta")
+        summed = routed and self.sources == "delta" and self.embedding_source
+        return summed and (self.include_partial or self.boundary(index))
 
     @property
     def keeps_state(self) -> bool:
@@ -128,9 +129,11 @@ class Plan:
             return False
         if index == self.num_sublayers and not self.has_final_site:
             return False
-        return self.num_sources(index) > 0 and not (
-            self.is_centered and self.num_sources(index) == 1
-        )
+        if self.is_centered and self.num_sources(index) == 1:
+            return False
+        if self.init == "gate" and self.is_complete_at(index):
+            return False  # the gate would be dead: see _refuse_dead_combinations
+        return self.num_sources(index) > 0
 
     def has_query(self, index: int) -> bool:
         """Whether there is something to choose: a single source has weight 1 and no gradient."""

@@ -40,7 +40,9 @@ class LayerState(NamedTuple):
     def start(cls, embedding: Tensor, sites: Sites) -> LayerState:
         plan = sites.plan
         stream = ResidualStream.start(embedding, plan, sites=sites, observer=sites.observer)
-        return cls(stream, DepthMemory(plan) if plan.method == "depth_attention" else None)
+        if plan.method != "depth_attention":
+            return cls(stream, None)
+        return cls(stream, DepthMemory(plan, observer=sites.observer))
 
     def tensors(self) -> list[Tensor]:
         held = self.stream.tensors()

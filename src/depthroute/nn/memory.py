@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -21,6 +22,7 @@ class DepthMemory:
     held: tuple[int, ...] = ()
     keys: tuple[Tensor, ...] = ()
     values: tuple[Tensor, ...] = ()
+    observer: Any = None
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None
@@ -30,12 +32,16 @@ class DepthMemory:
         if not wanted:
             return value
         places = [self.held.index(layer) for layer in wanted]
-        return ops.depth_attention_mix(
+        mixed, weights = ops.depth_attention_mix(
             query,
             [*(self.keys[p] for p in places), key],
             [*(self.values[p] for p in places), value],
             scaling=scaling,
+            return_weights=True,
         )
+        if self.observer is not None:
+            self.observer.on_depth_mix(self.layer, wanted, weights)
+        return mixed
 
     def push(self, key: Tensor | None, value: Tensor | None) -> DepthMemory:
         """The memory after this layer, with its key and mixed value if a later layer needs them."""

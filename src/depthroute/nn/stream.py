@@ -32,6 +32,8 @@ class Observer(Protocol):
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor: ...
 
+    def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None: ...
+
 
 @dataclass(frozen=True)
 class ResidualStream:

@@ -1,0 +1,5 @@
+"""Looking: what a routed model does."""
+
+from depthroute.diagnostics.trace import SiteTrace, SublayerTrace, Trace, observe, trace
+
+__all__ = ["SiteTrace", "SublayerTrace", "Trace", "observe", "trace"]

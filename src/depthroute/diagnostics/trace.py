@@ -1,0 +1,184 @@
+"""What a routed model does on some text: weights, magnitudes, gradients.
+
+Tracing is an observer that travels in the stream; a model that is not being traced does not know
+about it. ``trace(model, input_ids)`` never changes parameters or their ``.grad``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute.errors import DepthrouteError
+from depthroute.nn import ResidualStream, Site
+
+
+@dataclass(frozen=True)
+class SiteTrace:
+    """One place that chooses, averaged over tokens and heads."""
+
+    name: str
+    source_names: tuple[str, ...]
+    weights: Tensor
+    """Mean weight of each source, [S]."""
+    max_weight: float
+    normalised_max: float
+    """(max - 1/S) / (1 - 1/S): 0 is uniform, 1 picks a single source."""
+    normalised_entropy: float
+    """Entropy over log S: 1 is uniform, 0 picks a single source."""
+
+
+@dataclass(frozen=True)
+class SublayerTrace:
+    name: str
+    output_rms: float
+    """Of what the sublayer added."""
+    stream_rms: float
+    """Of the residual state it was added to."""
+    gradient_rms: float | None
+    """Of the loss with respect to the sublayer's output."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    sites: dict[str, SiteTrace]
+    """Places with a choice, in reading order."""
+    sublayers: dict[str, SublayerTrace]
+    loss: float | None
+
+    @property
+    def mean_normalised_max(self) -> float | None:
+        """None where nothing chooses."""
+        if not self.sites:
+            return None
+        return sum(s.normalised_max for s in self.sites.values()) / len(self.sites)
+
+
+@dataclass
+class _Recorder:
+    """The observer: reads statistics off the stream as it passes."""
+
+    keep_outputs: bool
+    sites: dict[str, SiteTrace] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    magnitudes: list[tuple[str, float, float]] = field(default_factory=list)
+
+    def on_read(self, stream: ResidualStream, site: Site | None, x: Tensor) -> None:
+        if site is None or site.query is None:
+            return
+        name = stream.plan.site_name(stream.index)
+        weights = site.weights([s.detach() for s in stream.visible()])
+        self.sites[name] = summarise(name, source_names(stream), weights)
+
+    def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None:
+        names = tuple(f"layers.{j}" for j in (*layers, layer))
+        name = f"layers.{layer}.values"
+        self.sites[name] = summarise(name, names, weights.detach())
+
+    def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
+        name = stream.plan.site_name(stream.index)
+        self.magnitudes.append((name, _rms(output), _rms(stream.value)))
+        if self.keep_outputs:
+            self.outputs.append(output)
+        return output
+
+
+def summarise(name: str, names: tuple[str, ...], weights: Tensor) -> SiteTrace:
+    """Statistics of weights [S, ..., H] over all tokens and heads."""
+    count = weights.shape[0]
+    flat = weights.reshape(count, -1).double()
+    top = flat.amax(0).mean().item()
+    entropy = -(flat * flat.clamp_min(1e-30).log()).sum(0).mean().item()
+    return SiteTrace(
+        name=name,
+        source_names=names,
+        weights=flat.mean(1),
+        max_weight=top,
+        normalised_max=(top - 1 / count) / (1 - 1 / count),
+        normalised_entropy=entropy / math.log(count),
+    )
+
+
+def source_names(stream: ResidualStream) -> tuple[str, ...]:
+    """What each visible source is: ``embedding``, a sublayer, a block of them, or ``partial``."""
+    plan, index = stream.plan, stream.index
+    count = plan.num_finished(index)
+    if plan.sources == "reference":
+        names = ["embedding", *(f"stored.{n}" for n in range(1, count))]
+    else:
+        names = ["embedding"] if plan.embedding_source else []
+        word = "state" if plan.sources == "cumulative" else "block"
+        for block in range(count - len(names)):
+            start = block * plan.block_size
+            if plan.block_size == 1 and word == "block":
+                names.append(plan.site_name(start))
+            else:
+                names.append(f"{word}.{block}" if word == "block" else f"{word}.{start + 1}")
+    if len(stream.visible()) > count:
+        names.append("partial")
+    return tuple(names)
+
+
+def _rms(x: Tensor) -> float:
+    return x.detach().float().square().mean().sqrt().item()
+
+
+@contextmanager
+def observe(model: Any, observer: Any) -> Iterator[Any]:
+    """Let ``observer`` watch every stream that ``model`` starts inside the block."""
+    sites = model.sites
+    if sites.observer is not None:
+        raise DepthrouteError("the model is already being observed; leave that block first")
+    sites.observer = observer
+    try:
+        yield observer
+    finally:
+        sites.observer = None
+
+
+def trace(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor | None = None,
+    *,
+    gradients: bool = False,
+    **kwargs,
+) -> Trace:
+    """Run ``model`` once on ``input_ids`` and report every site and sublayer.
+
+    ``gradients=True`` also takes the loss (``labels`` default to ``input_ids``) and the magnitude
+    of its gradient at every sublayer's output.
+
+    The forward pass is the model's own in evaluation mode; extra arguments, such as
+    ``attention_mask``, go to it.
+    """
+    if not hasattr(model, "sites"):
+        raise DepthrouteError(
+            f"trace takes a routed model, not {type(model).__name__}; convert it first "
+            "(method='standard' routes nothing and can be traced)"
+        )
+    if labels is None and gradients:
+        labels = input_ids
+    recorder = _Recorder(keep_outputs=gradients)
+    was_training = model.training
+    model.eval()
+    try:
+        with observe(model, recorder), torch.set_grad_enabled(gradients):
+            output = model(input_ids=input_ids, labels=labels, use_cache=False, **kwargs)
+    finally:
+        model.train(was_training)
+    rms: list[float | None] = [None] * len(recorder.magnitudes)
+    if gradients:
+        rms = [_rms(g) for g in torch.autograd.grad(output.loss, recorder.outputs)]
+    sublayers = {
+        name: SublayerTrace(name, out, state, gradient)
+        for (name, out, state), gradient in zip(recorder.magnitudes, rms, strict=True)
+    }
+    loss = None if labels is None else output.loss.item()
+    return Trace(recorder.sites, sublayers, loss)

@@ -1,0 +1,193 @@
+"""Checkpoints with other people's names: the Delta authors', FLA's and Kimi K3's.
+
+Routing parameters travel under declarative key maps (:data:`NAMINGS`), both ways. The Delta
+authors' released models also have a schedule of their own (``init="reference"``); the plan knows
+it, so loading them is naming alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import CheckpointError, ConfigError, unknown
+from depthroute.models.convert import from_config
+from depthroute.plan import FINAL, Plan
+
+logger = logging.getLogger("depthroute")
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Stems of the routing parameters; ``_proj.weight`` [1, D] and ``_norm.weight`` [D] follow."""
+
+    attention: str
+    mlp: str
+    final: str
+
+    def stem(self, plan: Plan, index: int) -> str:
+        name = plan.site_name(index)
+        if name == FINAL:
+            return self.final
+        _, layer, kind = name.split(".")
+        return (self.attention if kind == "attention" else self.mlp).format(layer=layer)
+
+
+NAMINGS = {
+    "delta": Naming("layers.{layer}.attn_res", "layers.{layer}.mlp_res", "final_res"),
+    "fla": Naming("layers.{layer}.attn_res", "layers.{layer}.mlp_res", "res"),
+    "kimi_k3": Naming(
+        "layers.{layer}.self_attention_res", "layers.{layer}.mlp_res", "output_attn_res"
+    ),
+}
+
+MODES = {
+    "delta": lambda blocks: RoutingConfig("delta", init="reference"),
+    "delta_block": lambda blocks: RoutingConfig("delta", num_blocks=blocks, init="reference"),
+    "block": lambda blocks: RoutingConfig("attnres", num_blocks=blocks, init="reference"),
+    "full": lambda blocks: RoutingConfig("attnres", init="reference"),
+}
+
+
+def _naming(name: str) -> Naming:
+    if name not in NAMINGS:
+        raise unknown("naming", name, NAMINGS)
+    return NAMINGS[name]
+
+
+def import_names(
+    state_dict: Mapping[str, Tensor], plan: Plan, naming: str = "delta", prefix: str = "model."
+) -> tuple[dict[str, Tensor], list[str]]:
+    """``state_dict`` with its routing parameters under our names, and the keys left out.
+
+    Left out are parameters of places with a single source, which have no gradient: other
+    implementations allocate them, we do not.
+    """
+    names = _naming(naming)
+    ours = dict(state_dict)
+    left_out = []
+    for index in range(plan.num_sublayers + 1):
+        stem = prefix + names.stem(plan, index)
+        for suffix, parameter in (("_proj.weight", "query"), ("_norm.weight", "key_weight")):
+            key = stem + suffix
+            if not plan.has_query(index):
+                if ours.pop(key, None) is not None:
+                    left_out.append(key)
+                continue
+            if key not in ours:
+                raise CheckpointError(
+                    f"the checkpoint has no {key!r}, which {plan.site_name(index)} needs "
+                    f"(method {plan.method!r}, block_size {plan.block_size}, naming {naming!r}); "
+                    "is it complete, and are the mode and the number of blocks right?"
+                )
+            name = plan.site_name(index).replace(".", "_")
+            ours[f"{prefix}routing.{name}.{parameter}"] = ours.pop(key).reshape(-1)
+    return ours, left_out
+
+
+def export_names(
+    state_dict: Mapping[str, Tensor], plan: Plan, naming: str = "delta", prefix: str = "model."
+) -> dict[str, Tensor]:
+    """The inverse of :func:`import_names`; places without parameters get zero queries."""
+    names = _naming(naming)
+    theirs = dict(state_dict)
+    last = plan.num_sublayers + int(plan.has_final_site)
+    example = next(iter(theirs.values()))
+    widths = {v.shape[0] for k, v in theirs.items() if k.endswith(".query")}
+    if len(widths) != 1:
+        raise CheckpointError("the state dict holds no routing parameters of this plan")
+    (width,) = widths
+    for index in range(last):
+        name = f"{prefix}routing.{plan.site_name(index).replace('.', '_')}"
+        stem = prefix + names.stem(plan, index)
+        query = theirs.pop(f"{name}.query", example.new_zeros(width))
+        gain = theirs.pop(f"{name}.key_weight", example.new_ones(width))
+        theirs[stem + "_proj.weight"], theirs[stem + "_norm.weight"] = query.reshape(1, -1), gain
+    return theirs
+
+
+def load_reference(
+    state_dict: Mapping[str, Tensor] | str | Path,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    evaluation: str = "auto",
+) -> Any:
+    """A model from the Delta authors' released checkpoint, computing what their code computes.
+
+    ``state_dict`` is a mapping or a ``.safetensors`` file; ``config`` their configuration as a
+    mapping or JSON file, whose ``attnres_mode`` is delta, delta_block, block or full. The keys
+    that were dead in their model are left out, logged, and listed in ``model.left_out``.
+    """
+    settings = _read_config(config)
+    mode, blocks = settings.pop("attnres_mode", None), settings.pop("attnres_num_blocks", None)
+    if mode not in MODES:
+        raise unknown("attnres_mode", mode, MODES)
+    if mode in ("delta_block", "block") and not blocks:
+        raise ConfigError(f"attnres_mode {mode!r} needs attnres_num_blocks; got {blocks!r}")
+    if "rope_theta" in settings:
+        theta = settings.pop("rope_theta")
+        settings["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    settings.setdefault("tie_word_embeddings", True)
+    settings.pop("model_type", None)
+    routing = replace(MODES[mode](blocks), evaluation=evaluation)
+    model = from_config(Qwen3Config(**settings), routing, dtype=dtype)
+    ours, left_out = import_names(_read_tensors(state_dict), model.plan)
+    _load(model, ours)
+    model.left_out = tuple(left_out)
+    if left_out:
+        logger.info("left out, dead in the original: %s", ", ".join(left_out))
+    return model.eval()
+
+
+def _load(model: Any, tensors: dict[str, Tensor]) -> None:
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    expected = model.state_dict()
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    missing = sorted(set(expected) - set(tensors) - tied)
+    foreign = sorted(set(tensors) - set(expected))
+    wrong = [k for k in tensors if k in expected and tensors[k].shape != expected[k].shape]
+    for keys, what in ((missing, "has no"), (foreign, "has an unknown")):
+        if keys:
+            raise CheckpointError(
+                f"the checkpoint {what} {keys[0]!r} ({len(keys)} such keys); it must hold exactly "
+                "the parameters of the configuration given with it"
+            )
+    if wrong:
+        key = wrong[0]
+        raise CheckpointError(
+            f"{key!r} has shape {tuple(tensors[key].shape)} and the configuration asks for "
+            f"{tuple(expected[key].shape)}; the configuration belongs to another checkpoint"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _read_tensors(source: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
+    if isinstance(source, Mapping):
+        return source
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(source)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read {str(source)!r} as safetensors: {error}") from error
+
+
+def _read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    try:
+        return dict(json.loads(Path(source).read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the configuration {str(source)!r}: {error}") from error

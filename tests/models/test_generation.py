@@ -1,0 +1,212 @@
+"""Decode equals prefill, for every method and cache."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import depthroute as dr
+from tests.support import METHODS, plain_model, routed_model, tokens
+
+TOLERANCE = 1e-5
+LOOPED = {
+    "looped standard": dr.RoutingConfig("standard", loops=2),
+    "looped delta": dr.RoutingConfig("delta", block_size=3, loops=2),
+    "looped depth attention": dr.RoutingConfig("depth_attention", loops=3, init="paper"),
+}
+EVERY = METHODS | LOOPED
+
+
+def model_for(name, **kwargs):
+    layers = 3 if name in LOOPED else 6
+    return routed_model(EVERY[name], layers=layers, **kwargs)
+
+
+def caches(model, length=32):
+    return {
+        "dynamic": DynamicCache(config=model.config),
+        "static": StaticCache(config=model.config, max_cache_len=length),
+    }
+
+
+@torch.no_grad()
+def in_pieces(model, ids, sizes, cache, mask=None):
+    """The logits of ``ids`` fed in pieces through ``cache``."""
+    out, start = [], 0
+    positions = None
+    if mask is not None:
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    for size in sizes:
+        stop = start + size
+        extra = {}
+        if mask is not None:
+            extra = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        step = model(ids[:, start:stop], past_key_values=cache, use_cache=True, **extra)
+        out.append(step.logits)
+        start = stop
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_prefill_then_decode_and_chunked_prefill_equal_the_full_forward(name, kind):
+    model, ids = model_for(name), tokens(length=14)
+    full = model(ids).logits
+    for sizes in ([8, 1, 1, 1, 1, 1, 1], [5, 4, 5]):
+        pieces = in_pieces(model, ids, sizes, caches(model)[kind])
+        assert (pieces - full).abs().max() < TOLERANCE, sizes
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_left_padding_changes_nothing(name):
+    model, ids = model_for(name), tokens(length=10)
+    alone = model(ids[:1]).logits
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
+    padded[1] = tokens(length=14, seed=5)[1]
+    mask = torch.ones_like(padded)
+    mask[0, :4] = 0
+    cache = DynamicCache(config=model.config)
+    logits = in_pieces(model, padded, [10, 1, 1, 2], cache, mask)
+    assert (logits[:1, 4:] - alone).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_beam_search_with_a_cache_equals_beam_search_without(name):
+    model, ids = model_for(name), tokens(length=7)
+    options = {
+        "max_new_tokens": 6,
+        "num_beams": 3,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    cached = model.generate(ids, use_cache=True, **options)
+    fresh = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(cached.sequences, fresh.sequences)
+    assert (cached.sequences_scores - fresh.sequences_scores).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["delta block", "attnres two-phase", "depth attention"])
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_greedy_generation_is_the_same_through_every_cache(name, cache):
+    model, ids = model_for(name), tokens(length=9)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, use_cache=False, **options)
+    assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_depth_attention_keeps_the_vanilla_cache(family, kv_heads):
+    plain = plain_model(family, num_key_value_heads=kv_heads)
+    routed = dr.convert(plain, dr.RoutingConfig("depth_attention", stride=1, init="paper"))
+    ids = tokens()
+    vanilla = plain(ids, use_cache=True).past_key_values
+    mixed = routed(ids, use_cache=True).past_key_values
+    assert len(vanilla) == len(mixed)
+    for ours, theirs in zip(mixed.layers, vanilla.layers, strict=True):
+        for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert (a.shape, a.dtype, a.untyped_storage().nbytes()) == (
+                b.shape,
+                b.dtype,
+                b.untyped_storage().nbytes(),
+            )
+    # layer 0 is plain attention, later layers store mixed values
+    assert torch.equal(mixed.layers[0].values, vanilla.layers[0].values)
+    assert not torch.allclose(mixed.layers[1].values, vanilla.layers[1].values)
+
+
+def test_depth_attention_follows_its_definition_layer_by_layer():
+    """An independent layer loop with the reference op, un-rotated q and k after QK-norm."""
+    model = routed_model("depth attention stride 1", "qwen3", layers=4)
+    ids = tokens()
+    decoder = model.model
+    h = decoder.embed_tokens(ids)
+    position = torch.arange(ids.shape[1])[None]
+    cos, sin = decoder.rotary_emb(h, position)
+    causal = torch.full((ids.shape[1], ids.shape[1]), float("-inf")).triu(1)
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    keys, values = [], []
+    for layer in decoder.layers:
+        a = layer.self_attn
+        x = layer.input_layernorm(h)
+        q = a.q_norm(a.q_proj(x).view(*x.shape[:2], -1, a.head_dim)).transpose(1, 2)
+        k = a.k_norm(a.k_proj(x).view(*x.shape[:2], -1, a.head_dim)).transpose(1, 2)
+        v = a.v_proj(x).view(*x.shape[:2], -1, a.head_dim).transpose(1, 2)
+        v = dr.ops.reference.depth_attention_mix(q, [*keys, k], [*values, v])
+        keys, values = [*keys, k], [*values, v]
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        repeat = q.shape[1] // k.shape[1]
+        scores = q @ k.repeat_interleave(repeat, 1).mT * a.scaling + causal
+        o = scores.softmax(-1) @ v.repeat_interleave(repeat, 1)
+        h = h + a.o_proj(o.transpose(1, 2).flatten(2))
+        h = h + layer.mlp(layer.post_attention_layernorm(h))
+    expected = model.lm_head(decoder.norm(h))
+    assert (model(ids).logits - expected).abs().max() < TOLERANCE
+
+
+def test_depth_attention_that_reads_only_itself_is_vanilla():
+    plain = plain_model()
+    routed = dr.convert(plain, dr.RoutingConfig("depth_attention", init="gate"))
+    assert torch.equal(routed(tokens()).logits, plain(tokens()).logits)
+    single = plain_model(layers=1)
+    routed = dr.convert(single, dr.RoutingConfig("depth_attention", init="paper"))
+    assert torch.equal(routed(tokens()).logits, single(tokens()).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_depth_attention_follows_the_attention_implementation_of_the_model(implementation):
+    model = routed_model("depth attention")
+    expected = model(tokens()).logits
+    model.set_attn_implementation(implementation)
+    output = model(tokens(), output_attentions=implementation == "eager")
+    assert (output.logits - expected).abs().max() < TOLERANCE
+    if implementation == "eager":
+        assert all(a.shape[-2:] == (17, 17) for a in output.attentions)
+
+
+def unrolled(looped):
+    """An ordinary model that holds the looped one's weights once per visit."""
+    plan = looped.plan
+    depth = plan.num_layers // plan.loops
+    model = routed_model(dr.RoutingConfig("standard"), layers=plan.num_layers)
+    state = {k: v for k, v in looped.state_dict().items() if "routing" not in k}
+    for key in model.state_dict():
+        if key.startswith("model.layers."):
+            layer = int(key.split(".")[2])
+            state[key] = state[key.replace(f"layers.{layer}.", f"layers.{layer % depth}.")]
+    model.load_state_dict(state)
+    return model
+
+
+def test_a_looped_stack_equals_its_unrolled_copy():
+    looped = model_for("looped standard")
+    assert len(looped.model.layers) == 3
+    assert looped.config.num_hidden_layers == 6
+    assert torch.equal(looped(tokens()).logits, unrolled(looped)(tokens()).logits)
+
+
+def test_looped_depth_attention_draws_on_its_own_earlier_visits():
+    looped = model_for("looped depth attention")
+    plan = looped.plan
+    assert plan.depth_sources(0) == ()
+    assert plan.depth_sources(3) == (0,)
+    assert plan.depth_sources(8) == (2, 5, 6, 7)  # own earlier visits, then this visit's anchors
+    trace = dr.trace(looped, tokens())
+    assert trace.sites["layers.8.values"].source_names == tuple(
+        f"layers.{j}" for j in (2, 5, 6, 7, 8)
+    )
+    difference = (looped(tokens()).logits - unrolled(looped)(tokens()).logits).abs().max()
+    assert difference > 1e-2
+
+
+def test_padding_does_not_leak_into_depth_attention_layers_beyond_the_first():
+    model = routed_model("depth attention stride 1")
+    ids = tokens(length=8)
+    changed = ids.clone()
+    changed[:, :3] = 7
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    kept = model(ids, attention_mask=mask).logits[:, 3:]
+    assert torch.equal(kept, model(changed, attention_mask=mask).logits[:, 3:])
