@@ -152,9 +152,7 @@ PRESETS: dict[str, Preset] = {
         _delta("220m", (768, 12, 12, 4, 3072, 64), RoutingConfig(method="delta")),
         _delta("533m", (1024, 24, 16, 8, 4096, 64), RoutingConfig(method="delta")),
         _delta("1044m", (1280, 36, 20, 4, 5120, 64), RoutingConfig(method="delta")),
-        _delta(
-            "0.6b", (1024, 28, 16, 8, 3072, 128), RoutingConfig(method="delta", num_blocks=28)
-        ),
+        _delta("0.6b", (1024, 28, 16, 8, 3072, 128), RoutingConfig(method="delta", num_blocks=28)),
         _delta(
             "7.57b",
             (4096, 36, 32, 8, 12_288, 128),

@@ -75,8 +75,9 @@ class TrainSettings:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainSettings:
         _refuse_unknown(values)
-        missing = [name for name in ("steps", "batch_size", "sequence_length", "lr")
-                   if name not in values]
+        missing = [
+            name for name in ("steps", "batch_size", "sequence_length", "lr") if name not in values
+        ]
         if missing:
             raise ConfigError(f"training settings without {', '.join(missing)}; give them")
         return cls(**values)

@@ -1,0 +1,73 @@
+"""How runs look in a terminal. Builds what the command line prints; prints nothing itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+_NONE = "-"
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def comparison_table(summary: dict[str, Any]) -> Table:
+    seeds, lines = summary["seeds"], summary["baselines"]
+    table = Table(
+        title=f"{summary['preset']}: {summary['steps']} steps, {summary['tokens']:,} tokens each, "
+        f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
+        caption=f"validation loss in nats per byte on held-out {summary['data']}; for scale: "
+        f"unigram {lines['unigram']:.3f}, bigram {lines['bigram']:.3f}. "
+        "± sample standard deviation over seeds; differences are paired by seed",
+    )
+    table.add_column("method")
+    names = ("validation loss", "vs standard", "added params", "tokens/s", "norm. max weight")
+    for name in names:
+        table.add_column(name, justify="right")
+    for row in summary["rows"]:
+        table.add_row(row["method"], *_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    loss = spread(row["validation_loss"], "{:.4f}")
+    if row["diverged"]:
+        where = ", ".join(f"seed {d['seed']} step {d['step']}" for d in row["diverged"])
+        loss = f"diverged ({where})"
+    added = row["routing_parameters"]
+    speed, sharp = row["relative_speed"], row["mean_normalised_max"]
+    return [
+        loss,
+        spread(row["difference"], "{:+.4f}"),
+        _NONE if added is None else f"{added:,}",
+        _NONE if speed is None else f"{speed:.2f}x",
+        _NONE if sharp is None else f"{sharp:.3f}",
+    ]
+
+
+def spread(statistics: dict[str, Any] | None, form: str) -> str:
+    """``mean ± spread``; the mean alone where one seed has no spread."""
+    if statistics is None:
+        return _NONE
+    mean = form.format(statistics["mean"])
+    return mean if statistics["spread"] is None else f"{mean} ± {statistics['spread']:.4f}"
