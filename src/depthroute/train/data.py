@@ -22,6 +22,7 @@ from depthroute.errors import DepthrouteError
 VOCABULARY = 256
 HELD_OUT_PERCENT = 5
 END_OF_FILE = b"\0"
+COUNTING_CHUNK = 1 << 20
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -193,9 +194,8 @@ def ngram_losses(data: TokenData, batches: list[Batch]) -> dict[str, float]:
     A scale for the models' losses: below the bigram line something longer was learned.
     """
     pairs = np.zeros(VOCABULARY * VOCABULARY, dtype=np.int64)
-    chunk = 1 << 20
-    for start in range(0, len(data.train) - 1, chunk):
-        part = data.train[start : start + chunk + 1].astype(np.int64)
+    for start in range(0, len(data.train) - 1, COUNTING_CHUNK):
+        part = data.train[start : start + COUNTING_CHUNK + 1].astype(np.int64)
         pairs += np.bincount(part[:-1] * VOCABULARY + part[1:], minlength=len(pairs))
     counts = torch.from_numpy(pairs).view(VOCABULARY, VOCABULARY).double()
     unigram = _log_probabilities(counts.sum(0, keepdim=True))[0]

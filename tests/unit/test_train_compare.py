@@ -1,0 +1,239 @@
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from depthroute import presets
+from depthroute.errors import ConfigError
+from depthroute.train import compare, prepare
+from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
+from depthroute.train.data import TokenData
+from depthroute.train.loop import Trainer
+from depthroute.train.methods import METHODS, parse_method, parse_methods
+from depthroute.train.run_directory import RunDirectory, RunError
+from depthroute.train.settings import TrainSettings
+from depthroute.train.summary import comparable_losses, summarise
+
+SMALL = replace(
+    presets.get("tiny"),
+    model=presets.get("tiny").model
+    | {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32},
+)
+SETTINGS = TrainSettings(
+    steps=6, batch_size=4, sequence_length=16, lr=1e-2, validate_every=3, validation_sequences=8
+)
+
+
+def small(methods="standard,attnres-block,delta", seeds=(0, 1), settings=SETTINGS):
+    text = b"def route(depth): return depth * 2\n" * 300
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    data = TokenData("words", tokens[:6000], tokens[6000:], 4, 16)
+    return Comparison(SMALL, parse_methods(methods), seeds, settings, data, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run = RunDirectory.create(tmp_path_factory.mktemp("run") / "compare")
+    steps = []
+    summary = run_comparison(small(), run, sharpness=lambda *_: 0.25, on_step=steps.append)
+    return run, summary, steps
+
+
+def of(run, event):
+    return [r for r in run.records() if r["event"] == event]
+
+
+def test_every_method_takes_its_step_on_the_same_batch_before_the_next(finished):
+    run, _, _ = finished
+    by_step = {}
+    for position, record in enumerate(of(run, "step")):
+        key = (record["seed"], record["step"])
+        by_step.setdefault(key, []).append((position, record))
+    assert len(by_step) == 2 * 6
+    for records in by_step.values():
+        assert len({r["batch_crc32"] for _, r in records}) == 1
+        positions = [p for p, _ in records]
+        assert positions == list(range(min(positions), min(positions) + 3))
+    assert len({records[0][1]["batch_crc32"] for records in by_step.values()}) == 12
+    firsts = [records[0][1]["method"] for records in by_step.values()]
+    assert {firsts.count(label) for label in set(firsts)} == {4}
+
+
+def test_every_method_of_a_seed_starts_from_the_same_base_weights(finished):
+    run, _, _ = finished
+    starts = of(run, "start")
+    assert len(starts) == 6
+    for seed in (0, 1):
+        assert len({r["base_weights_sha256"] for r in starts if r["seed"] == seed}) == 1
+    assert len({r["base_weights_sha256"] for r in starts}) == 2
+
+
+def test_a_method_that_draws_more_numbers_is_given_the_same_start():
+    models = []
+    for label in ("standard", "delta:loops=2"):
+        torch.manual_seed(0)
+        models.append(presets.build(SMALL, parse_method(label).routing))
+    with torch.no_grad():
+        next(models[1].parameters()).add_(1.0)
+    assert fingerprint(models[0]) != fingerprint(models[1])
+    compare.share_start(*models, "delta:loops=2")
+    assert fingerprint(models[0]) == fingerprint(models[1])
+
+
+def test_the_standard_method_in_lockstep_trains_as_it_does_alone(finished):
+    run, _, _ = finished
+    torch.manual_seed(1)
+    alone = Trainer(presets.build(SMALL, parse_method("standard").routing), SETTINGS)
+    losses = [r.loss for r in alone.run(small().data, 1)]
+    recorded = [
+        r["loss"] for r in of(run, "step") if r["method"] == "standard" and r["seed"] == 1
+    ]
+    assert losses == recorded
+
+
+def test_the_summary_holds_means_spreads_and_paired_differences(finished):
+    run, summary, steps = finished
+    assert summary["is_complete"] and summary["seeds"] == [0, 1] and summary["steps"] == 6
+    assert len(steps) == 3 * 2 * 6
+    final = {(r["method"], r["seed"]): r["loss"] for r in of(run, "validation") if r["step"] == 6}
+    rows = {row["method"]: row for row in summary["rows"]}
+    delta = [final["delta", s] for s in (0, 1)]
+    paired = [final["delta", s] - final["standard", s] for s in (0, 1)]
+    assert rows["delta"]["validation_loss"]["mean"] == pytest.approx(sum(delta) / 2)
+    deviation = abs(delta[0] - delta[1]) / math.sqrt(2)
+    assert rows["delta"]["validation_loss"]["spread"] == pytest.approx(deviation)
+    assert rows["delta"]["difference"]["mean"] == pytest.approx(sum(paired) / 2)
+    assert rows["standard"]["difference"] is None
+    assert rows["standard"]["relative_speed"] == 1.0
+    assert rows["standard"]["routing_parameters"] == 0 < rows["delta"]["routing_parameters"]
+    assert rows["delta"]["mean_normalised_max"] == 0.25
+    assert set(summary["baselines"]) == {"unigram", "bigram"}
+
+
+def test_the_run_directory_alone_gives_the_summary_again(finished):
+    run, summary, _ = finished
+    assert run.read_json("summary.json") == summary
+    assert summarise(run.read_json("config.json"), run.records()) == summary
+    config = run.read_json("config.json")
+    assert TrainSettings.from_dict(config["train"]) == SETTINGS
+    assert presets.Preset.from_dict(config["preset"]) == SMALL
+    assert config["environment"]["packages"]["torch"] == torch.__version__
+    assert not [p for p in run.path.iterdir() if p.suffix == ".tmp"]
+
+
+def test_an_interrupt_leaves_a_summary_of_the_seeds_that_finished(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+
+    def interrupt(progress):
+        if progress.seed == 1 and progress.result.step == 4:
+            raise KeyboardInterrupt
+
+    summary = run_comparison(small(), run, on_step=interrupt)
+    assert not summary["is_complete"]
+    assert (summary["seeds"], summary["steps"]) == ([0], 6)
+    assert summary["rows"][1]["validation_loss"]["spread"] is None
+    assert json.loads((run.path / "summary.json").read_text()) == summary
+    assert list(run.records())[-1]["event"] == "interrupted"
+
+
+def test_an_interrupt_before_the_first_validation_still_leaves_a_summary(tmp_path):
+    def interrupt(progress):
+        raise KeyboardInterrupt
+
+    summary = run_comparison(small(), RunDirectory.create(tmp_path / "run"), on_step=interrupt)
+    assert not summary["is_complete"] and summary["seeds"] == []
+    assert all(row["validation_loss"] is None for row in summary["rows"])
+
+
+def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
+    original = compare.share_start
+
+    def spoil(first, model, label):
+        original(first, model, label)
+        if label == "delta":
+            with torch.no_grad():
+                next(model.parameters()).fill_(float("nan"))
+
+    monkeypatch.setattr(compare, "share_start", spoil)
+    run = RunDirectory.create(tmp_path / "run")
+    summary = run_comparison(small("standard,delta", seeds=(0,)), run)
+    assert summary["is_complete"]
+    standard, delta = summary["rows"]
+    assert delta["diverged"] == [{"seed": 0, "step": 0}] and delta["validation_loss"] is None
+    assert standard["validation_loss"]["mean"] < math.log(256)
+
+
+def test_losses_are_only_compared_at_a_step_that_all_methods_reached():
+    def record(seed, method, step, loss):
+        return {"seed": seed, "method": method, "step": step, "loss": loss}
+
+    both = [record(s, m, 3, 3.0) for s in (0, 1) for m in ("a", "b")]
+    assert comparable_losses(["a", "b"], [*both, record(0, "a", 6, 2.0)], [])[0] == 3
+    ended = [record(0, m, 6, 2.0) for m in ("a", "b")]
+    step, losses = comparable_losses(["a", "b"], both + ended, [])
+    assert (step, losses) == (6, {0: {"a": 2.0, "b": 2.0}})
+
+
+def test_the_order_rotates_so_that_each_method_comes_first_equally_often():
+    assert [rotated(["a", "b", "c"], n)[0] for n in range(4)] == ["a", "b", "c", "a"]
+    assert sorted(rotated(["a", "b", "c"], 5)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("label", METHODS)
+def test_every_named_method_builds_on_the_tiny_preset(label):
+    presets.build("tiny", parse_method(label).routing, device="meta")
+
+
+def test_a_method_takes_changes_to_its_routing():
+    method = parse_method("attnres-block:block_size=2:heads=4:init=complete")
+    assert method.label == "attnres-block:block_size=2:heads=4:init=complete"
+    routing = method.routing
+    assert (routing.block_size, routing.num_blocks, routing.heads) == (2, None, 4)
+    assert routing.init == "complete"
+    assert parse_method("attnres").label == "attnres-block"
+    assert parse_method("depth_attention").label == "depth-attention"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("standrad", r"unknown method 'standrad'; did you mean 'standard'"),
+        ("delta,delta", r"method 'delta' is named twice"),
+        ("delta:heads", r"'heads' is not of the form key=value"),
+        ("delta:head=2", r"unknown routing setting 'head'; did you mean 'heads'"),
+        (" , ", r"no methods in"),
+    ],
+)
+def test_a_bad_method_is_refused_with_a_hint(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_methods(text)
+
+
+def test_a_method_that_does_not_fit_the_model_is_refused_before_any_training():
+    with pytest.raises(ConfigError, match=r"block_size=99 is larger than the model"):
+        prepare.comparison(methods="standard,delta:block_size=99")
+
+
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"'gpu' is no device; use auto, cpu"):
+        prepare.choose_device("gpu")
+    with pytest.raises(ConfigError, match=r"'cuda:99' asked for and this machine has \d+ CUDA"):
+        prepare.choose_device("cuda:99")
+
+
+def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"file is a file; give a new or empty directory"):
+        RunDirectory.create(tmp_path / "file")
+    with pytest.raises(RunError, match=r"already holds a run or other files"):
+        RunDirectory.create(tmp_path)
+    with pytest.raises(RunError, match=r"cannot write to .*; give a writable directory"):
+        RunDirectory.create(tmp_path / "file" / "below")
+
+
+def test_a_comparison_needs_seeds_that_differ():
+    with pytest.raises(ConfigError, match=r"seeds=\[0, 0\] must be at least one, each named once"):
+        small(seeds=(0, 0))
