@@ -1,0 +1,104 @@
+"""Gradients by finite differences, fp64, for the definition and the public op with every option."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from depthroute import ops
+
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"heads": 2}, id="heads"),
+    pytest.param({"heads": 3, "head_norm": "slice"}, id="slice_norm"),
+    pytest.param({"centered": True}, id="centered"),
+    pytest.param({"scale": 3.0}, id="scale"),
+    pytest.param({"heads": 2, "centered": True, "scale": 0.75}, id="heads_centered_scale"),
+    pytest.param({"heads": 2, "head_norm": "slice", "centered": True}, id="slice_centered"),
+    pytest.param({"eps": 0.5}, id="large_eps"),
+]
+IMPLEMENTATIONS = [
+    pytest.param(ops.reference, id="reference"),
+    pytest.param(ops, id="public"),
+]
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_depth_mix_has_exact_gradients(implementation, options, additive):
+    sources = [normal(2, 6) for _ in range(3)]
+
+    def mix(query, gain, residual, *sources):
+        residual = residual if additive else None
+        return implementation.depth_mix(sources, query, gain, residual=residual, **options)
+
+    assert gradcheck(mix, (normal(6), normal(6), normal(2, 6), *sources))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_depth_mix_without_a_gain_has_exact_gradients(implementation):
+    def mix(query, *sources):
+        return implementation.depth_mix(sources, query)
+
+    assert gradcheck(mix, (normal(6), normal(2, 6), normal(2, 6)))
+
+
+@pytest.mark.parametrize(
+    "options", [p for p in OPTIONS if not {"centered", "scale"} & {*p.values[0]}]
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_phase_one_has_exact_gradients_through_outputs_and_log_sum_exps(implementation, options):
+    def group(queries, gains, *sources):
+        return implementation.depth_mix_group(sources, queries, gains, **options)
+
+    assert gradcheck(group, (normal(2, 6), normal(2, 6), *(normal(2, 6) for _ in range(3))))
+
+
+@pytest.mark.parametrize("newer", [0, 1, 2])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"heads": 2, "scale": 2.5}, {"heads": 2, "head_norm": "slice"}],
+    ids=["plain", "heads_scale", "slice_norm"],
+)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_phase_two_has_exact_gradients_of_the_prior_and_its_lse(
+    implementation, options, additive, newer
+):
+    lse = normal(2, options.get("heads", 1))
+
+    def merge(prior, lse, query, gain, residual, *sources):
+        residual = residual if additive else None
+        return implementation.depth_mix_merge(
+            prior, lse, sources, query, gain, residual=residual, **options
+        )
+
+    sources = [normal(2, 6) for _ in range(newer)]
+    assert gradcheck(merge, (normal(2, 6), lse, normal(6), normal(6), normal(2, 6), *sources))
+
+
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_depth_attention_has_exact_gradients(implementation, query_heads, kv_heads):
+    keys = [normal(1, kv_heads, 2, 3) for _ in range(3)]
+    values = [normal(1, kv_heads, 2, 2) for _ in range(3)]
+
+    def mix(query, *pairs):
+        return implementation.depth_attention_mix(query, pairs[:3], pairs[3:], scaling=0.7)
+
+    assert gradcheck(mix, (normal(1, query_heads, 2, 3), *keys, *values))
+
+
+def test_the_gradient_of_the_returned_weights_reaches_the_query():
+    query, sources = normal(6), [normal(2, 6) for _ in range(3)]
+
+    def weights(query, *sources):
+        return ops.depth_mix(sources, query, return_weights=True)[1]
+
+    assert gradcheck(weights, (query, *sources))

@@ -1,0 +1,117 @@
+"""The ops as PyTorch sees them: schema, fake, autograd, compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.testing import assert_close
+
+from depthroute import ops
+
+
+def normal(*shape: int, dtype=torch.float32, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
+
+
+def mix_arguments(case: str):
+    sources = [normal(5, 8) for _ in range(3)]
+    dtype = torch.float32
+    if case == "bfloat16":
+        dtype = torch.bfloat16
+        sources = [normal(5, 8, dtype=dtype) for _ in range(3)]
+    residual = prior = lse = None
+    heads, slice_norm, centered, scale = 1, False, False, 1.0
+    if case == "residual":
+        residual, scale = normal(5, 8), 0.75
+    if case == "heads":
+        heads, slice_norm, centered = 2, True, True
+    if case == "prior":
+        prior, lse, heads, sources = normal(5, 8), normal(5, 2), 2, sources[:1]
+    if case == "prior_alone":
+        prior, lse, sources = normal(5, 8), normal(5, 1), []
+    return (
+        *(sources, normal(8), residual, prior, lse),
+        *(1e-6, heads, slice_norm, centered, scale, dtype),
+    )
+
+
+@pytest.mark.parametrize("case", ["plain", "bfloat16", "residual", "heads", "prior", "prior_alone"])
+def test_depth_mix_passes_opcheck(case):
+    opcheck(torch.ops.depthroute.depth_mix.default, mix_arguments(case))
+
+
+@pytest.mark.parametrize(("heads", "slice_norm"), [(1, False), (2, False), (2, True)])
+def test_depth_mix_group_passes_opcheck(heads, slice_norm):
+    arguments = ([normal(5, 8) for _ in range(3)], normal(4, 8), 1e-6, heads, slice_norm)
+    opcheck(torch.ops.depthroute.depth_mix_group.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_depth_attention_mix_passes_opcheck(dtype):
+    keys = [normal(2, 2, 3, 4, dtype=dtype) for _ in range(3)]
+    values = [normal(2, 2, 3, 5, dtype=dtype) for _ in range(3)]
+    arguments = (normal(2, 4, 3, 4, dtype=dtype), keys, values, 0.5)
+    opcheck(torch.ops.depthroute.depth_attention_mix.default, arguments)
+
+
+def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
+    utilities = ("test_schema", "test_faketensor")
+    plain = {"grad": False}
+    sources, query = [normal(5, 8, **plain) for _ in range(3)], normal(8, **plain)
+    for prior, lse, heads in ((None, None, 1), (normal(5, 8, **plain), normal(5, 2, **plain), 2)):
+        forward = torch.ops.depthroute.depth_mix(
+            sources, query, None, prior, lse, 1e-6, heads, False, False, 1.0, torch.float32
+        )
+        arguments = (normal(5, 8, **plain), sources, query, prior, lse, *forward[1:])
+        op = torch.ops.depthroute.depth_mix_backward.default
+        opcheck(op, (*arguments, heads, False, 1.0), test_utils=utilities)
+
+    queries = normal(4, 8, **plain)
+    out, lse, rstd, logits = torch.ops.depthroute.depth_mix_group(sources, queries, 1e-6, 2, True)
+    arguments = (torch.ones_like(out), torch.ones_like(lse), sources, queries, rstd, logits, lse, 2)
+    op = torch.ops.depthroute.depth_mix_group_backward.default
+    opcheck(op, arguments, test_utils=utilities)
+
+    query, pairs = normal(2, 4, 3, 4, **plain), [normal(2, 2, 3, 4, **plain) for _ in range(4)]
+    out, weights = torch.ops.depthroute.depth_attention_mix(query, pairs[:2], pairs[2:], 0.5)
+    arguments = (torch.ones_like(out), query, pairs[:2], pairs[2:], weights, 0.5)
+    op = torch.ops.depthroute.depth_attention_mix_backward.default
+    opcheck(op, arguments, test_utils=utilities)
+
+
+def test_the_ops_compile_without_a_graph_break_and_give_the_same_gradients():
+    def step(query, gain, residual, *sources):
+        outputs, lses = ops.depth_mix_group(sources[:2], query[None], gain[None], heads=2)
+        merged = ops.depth_mix_merge(
+            outputs[0], lses[0], sources[2:], query, gain, residual=residual, heads=2
+        )
+        x = ops.depth_mix([*sources, merged], query, gain, residual, scale=0.8)
+        split = [t.view(2, 3, 2, 4).transpose(1, 2) for t in (x, *sources)]
+        return ops.depth_attention_mix(split[0], split[1:], split[1:])
+
+    def results(function):
+        torch.manual_seed(0)
+        tensors = [normal(8), normal(8), *(normal(2, 3, 8) for _ in range(4))]
+        out = function(*tensors)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    compiled = results(torch.compile(step, fullgraph=True))
+    for actual, expected in zip(compiled, results(step), strict=True):
+        assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_undefined_gradient_passes_through():
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    sources, query = [normal(5, 8) for _ in range(3)], normal(8)
+    x = Stop.apply(ops.depth_mix(sources, query))
+    x.sum().backward()
+    assert all(t.grad is None or not t.grad.any() for t in (*sources, query))
