@@ -47,10 +47,10 @@ def assert_within_budget(public, reference, tensors, dtype, *, wide=()):
     for name, truth in exact.items():
         ours = (actual[name] - truth).abs().max()
         theirs = (native[name] - truth).abs().max()
-        # fp32 results may differ by the order of a 1000-term sum, about sqrt(1000)/2 ulps
+        # another order of a 1000-term sum that cancels moves an fp32 result by tens of ulps
         is_wide = name == "output 1" or name.removeprefix("gradient of ") in wide
         result = torch.float32 if is_wide else dtype
-        order = 16 * torch.finfo(torch.float32).eps if result is torch.float32 else 0
+        order = 64 * torch.finfo(torch.float32).eps if result is torch.float32 else 0
         allowed = 2 * theirs + order * truth.abs().max()
         assert ours <= allowed, f"{name}: {ours:.3e} against {theirs:.3e}"
 

@@ -1,0 +1,175 @@
+"""The shape of the package: imports point one way, files stay readable, importing is harmless."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import depthroute
+
+PACKAGE = Path(depthroute.__file__).parent
+TESTS = Path(__file__).parent.parent
+
+# leftmost first; names in one group may import each other
+ORDER = [
+    {"_version", "errors", "plan", "config"},
+    {"ops"},
+    {"nn"},
+    {"models", "presets"},
+    {"parallel"},
+    {"train"},
+    {"evaluate"},
+    {"diagnostics"},
+    {"cli", "__main__"},
+]
+MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "train", "diagnostics", "presets", "cli"}
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
+
+
+def identify(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def part_of(path: Path) -> str:
+    """``ops`` for ops/mix.py, ``config`` for config.py."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def rank(part: str) -> int:
+    for position, group in enumerate(ORDER):
+        if part in group:
+            return position
+    raise AssertionError(f"{part!r} has no place in ORDER; say what it may import")
+
+
+def imported(path: Path) -> set[str]:
+    """Every module a file names in an import statement, anywhere in it, fully dotted."""
+    package = ["depthroute", *path.relative_to(PACKAGE).parent.parts]
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_imports_point_one_way(path):
+    here = rank(part_of(path))
+    for name in imported(path):
+        root, _, rest = name.partition(".")
+        if root == "depthroute" and rest:
+            part = rest.split(".")[0]
+            known = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
+            assert known, f"{name} comes from the package itself; import it from where it is made"
+            assert rank(part) <= here, f"{identify(path)} imports {name}, which is to its right"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=identify)
+def test_transformers_is_imported_only_where_models_are(path):
+    roots = {name.split(".")[0] for name in imported(path)}
+    if part_of(path) not in MAY_IMPORT_TRANSFORMERS:
+        assert "transformers" not in roots
+
+
+@pytest.mark.parametrize("part", ["errors.py", "plan.py", "config.py", "ops", "nn"])
+def test_the_core_needs_nothing_but_torch(part):
+    paths = (PACKAGE / part).rglob("*.py") if (PACKAGE / part).is_dir() else [PACKAGE / part]
+    for path in paths:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):  # annotations alone may name jaxtyping
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                node.body = []
+        roots = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                roots.add((node.module or "").split(".")[0])
+        allowed = {"torch", "depthroute", "triton", *sys.stdlib_module_names}
+        assert roots <= allowed, f"{identify(path)} imports {sorted(roots - allowed)}"
+
+
+def test_no_file_is_longer_than_600_lines():
+    files = [*SOURCES, *TESTS.rglob("*.py")]
+    assert len(files) > 20
+    lengths = {str(path): len(path.read_text().splitlines()) for path in files}
+    assert {name: n for name, n in lengths.items() if n > 600} == {}
+
+
+def run_python(code: str) -> str:
+    root = str(PACKAGE.parent)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"import sys; sys.path.insert(0, {root!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_ops_and_nn_work_without_transformers_installed():
+    out = run_python(
+        """
+for name in ("transformers", "triton", "safetensors", "numpy", "typer", "rich", "jaxtyping"):
+    sys.modules[name] = None  # as if not installed: importing it raises, find_spec says None
+import depthroute.ops, depthroute.nn
+import torch
+from depthroute import RoutingConfig, nn, ops
+plan = RoutingConfig(method="delta").resolve(1, width=4)
+sites = nn.Sites(plan, 4)
+stream = nn.ResidualStream.start(torch.ones(1, 2, 4), plan)
+stream = stream.push(torch.ones(1, 2, 4))
+print(stream.read(sites.at(1)).unique().item())
+try:
+    depthroute.convert
+except ImportError as error:
+    print(error.name)
+"""
+    )
+    assert out.split() == ["3.0", "transformers"]
+
+
+def test_importing_the_core_never_imports_triton():
+    out = run_python(
+        """
+import torch
+before = set(sys.modules)
+sys.modules["transformers"] = None
+import depthroute.ops, depthroute.nn
+print(sorted(name for name in set(sys.modules) - before if name.split(".")[0] == "triton"))
+"""
+    )
+    assert out.strip() == "[]"
+
+
+def test_importing_the_package_asks_no_device():
+    out = run_python(
+        """
+import torch, traceback
+asked = []
+def watch(name):
+    original = getattr(torch.cuda, name)
+    def watched(*args, **kwargs):
+        asked.append((name, traceback.extract_stack()[-2].filename))
+        return original(*args, **kwargs)
+    setattr(torch.cuda, name, watched)
+for name in ("is_available", "device_count", "_lazy_init", "init", "current_device"):
+    watch(name)
+import depthroute
+print([a for a in asked if "depthroute" in a[1] or a[0] in ("_lazy_init", "init")])
+print(torch.cuda.is_initialized())
+"""
+    )
+    assert out.split() == ["[]", "False"]

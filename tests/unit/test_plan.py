@@ -1,0 +1,233 @@
+"""Plans against numbers worked out by hand, and every combination that is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError
+
+
+def plan(num_layers: int, *, width: int | None = None, **settings):
+    return RoutingConfig(**settings).resolve(num_layers, width=width)
+
+
+def counts(resolved) -> list[int]:
+    return [resolved.num_sources(i) for i in range(resolved.num_sublayers + 1)]
+
+
+def test_sources_of_a_three_layer_model_by_hand():
+    assert counts(plan(3, method="attnres")) == [1, 2, 3, 4, 5, 6, 7]
+    assert counts(plan(3, method="delta")) == [1, 2, 3, 4, 5, 6, 7]
+    # blocks of 4 and 2: [h0], [h0 p] x3, [h0 b1], [h0 b1 p], and all at the end
+    assert counts(plan(3, method="attnres", block_size=4)) == [1, 2, 2, 2, 2, 3, 3]
+    assert counts(plan(3, method="delta", block_size=4))[:-1] == [1, 1, 1, 1, 2, 2]
+    assert counts(plan(3, method="delta", block_size=2, init="reference"))[:-1] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
+    assert counts(plan(3, method="attnres", sources="cumulative")) == [1, 2, 3, 4, 5, 6, 7]
+    assert counts(plan(3, method="x0_skip")) == [1] * 7
+    assert counts(plan(3, method="standard")) == [0] * 7
+
+
+def test_the_7_billion_delta_block_states_its_parameters():
+    """4*D*L = 589,824 less the 18 places of the first block, which have one source each."""
+    resolved = plan(36, width=4096, method="delta", num_blocks=4)
+    assert resolved.block_size == 18
+    assert 4 * 4096 * 36 == 589_824
+    assert resolved.num_parameters(4096) == 589_824 - 18 * 2 * 4096 == 442_368
+    assert len(resolved.site_names()) == 54
+
+
+@pytest.mark.parametrize(
+    ("settings", "queries"),
+    [
+        ({"method": "attnres"}, 24),  # 23 sublayers after the first, and the final site
+        ({"method": "attnres", "num_blocks": 4}, 24),
+        ({"method": "delta"}, 23),  # no final site
+        ({"method": "delta", "num_blocks": 4}, 18),  # nothing to choose in the first block
+        ({"method": "delta", "num_blocks": 4, "init": "complete"}, 23),
+        ({"method": "delta", "num_blocks": 1}, 0),
+        ({"method": "x0_skip"}, 0),
+        ({"method": "standard"}, 0),
+        ({"method": "depth_attention"}, 0),
+    ],
+)
+def test_routing_parameters_of_the_220m_shape(settings, queries):
+    assert plan(12, width=768, **settings).num_parameters(768) == 2 * 768 * queries
+
+
+def test_a_learned_skip_has_one_scalar_a_place_after_the_first():
+    assert plan(12, method="x0_skip", learned=True).num_parameters(768) == 23
+
+
+def test_gates_are_left_out_where_they_would_be_dead():
+    resolved = plan(2, method="delta", block_size=2, init="gate")
+    # places 1 and 3 are inside blocks; at 2 the sources [h0, b1] sum to the state
+    assert list(resolved.site_names()) == [1, 3]
+    assert [resolved.has_query(i) for i in (1, 3)] == [False, True]
+
+
+def test_depth_attention_reads_117_values_in_the_papers_48_layer_models():
+    """Summed over the 47 layers that mix (layer 0 is plain attention), their own value included:
+    anchors at 0 and 24 give 24 layers of two and 23 of three. The text's l-24, l-48, ... would
+    give 23 layers of one and 24 of two."""
+    resolved = plan(48, method="depth_attention")
+    assert resolved.stride == 24
+    read = [1 + len(resolved.depth_sources(layer)) for layer in range(1, 48)]
+    assert read == [2] * 24 + [3] * 23
+    assert sum(read) == 117
+    assert resolved.depth_sources(24) == (0,) and resolved.depth_sources(25) == (0, 24)
+
+
+def test_only_anchors_outlive_their_layer():
+    resolved = plan(8, method="depth_attention", stride=4)
+    assert [resolved.depth_kept(layer) for layer in range(8)] == [
+        *[(0,)] * 4,
+        *[(0, 4)] * 3,
+        (),
+    ]
+
+
+def test_a_recent_window_adds_the_layers_just_below():
+    resolved = plan(8, method="depth_attention", stride=4, recent_window=2)
+    assert resolved.depth_sources(7) == (0, 4, 5, 6)
+    assert resolved.depth_kept(6) == (0, 4, 5, 6)
+
+
+def test_a_looped_stack_counts_every_visit_as_a_layer():
+    resolved = plan(12, method="depth_attention", loops=3)
+    assert resolved.stride == 2
+    assert resolved.depth_sources(3) == (0, 2)
+    assert resolved.depth_sources(7) == (3, 4, 6)  # its first visit; anchors of this visit
+    assert resolved.depth_sources(8) == (0, 4)
+
+
+def test_settings_left_out_follow_the_method():
+    attnres, delta = plan(4, method="attnres"), plan(4, method="delta")
+    assert (attnres.routing, attnres.init, attnres.include_partial) == (
+        "replacement",
+        "paper",
+        True,
+    )
+    assert (delta.routing, delta.init, delta.include_partial) == ("additive", "paper", False)
+    released = plan(4, method="delta", num_blocks=2, init="reference")
+    assert released.sources == "reference" and released.block_size == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "init"),
+    [
+        ({"method": "attnres", "block_size": 4}, "complete"),
+        ({"method": "delta"}, "complete"),
+        ({"method": "delta", "num_blocks": 4}, "complete"),
+        ({"method": "delta", "num_blocks": 4, "include_partial": False}, "centered"),
+        ({"method": "delta", "sources": "cumulative"}, "centered"),
+        ({"method": "attnres", "embedding_source": False}, "centered"),
+        ({"method": "x0_skip"}, "gate"),
+        ({"method": "depth_attention"}, "gate"),
+        ({"method": "standard"}, "paper"),
+        ({"method": "delta", "init": "paper"}, "paper"),
+    ],
+)
+def test_conversion_without_an_init_chooses_an_identity(settings, init):
+    assert RoutingConfig(**settings).resolve(8, converting=True).init == init
+
+
+def test_blocks_of_the_released_code_are_whole_layers():
+    assert plan(5, method="delta", num_blocks=2, init="reference").block_size == 6
+    assert plan(5, method="delta", num_blocks=2).block_size == 5
+
+
+def test_a_parallel_layer_is_one_sublayer():
+    resolved = RoutingConfig(method="delta").resolve(4, sublayers=("attention",))
+    assert resolved.num_sublayers == 4
+    assert list(resolved.site_names().values()) == [f"layers.{i}.attention" for i in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "value_and_remedy"),
+    [
+        (
+            {"block_size": 17},
+            r"block_size=17 is larger than the model's 16 sublayers .*use 1 to 16",
+        ),
+        ({"block_size": 24}, r"Kimi K3 and Megatron.*must be multiplied by 2"),
+        ({"num_blocks": 17}, r"num_blocks=17 is more than the 16 sublayers .*use 1 to 16"),
+        (
+            {"num_blocks": 7},
+            r"num_blocks=7 cannot be made from 16 sublayers.*possible: 1, 2, 3, 4, 6, 8, 16",
+        ),
+        (
+            {"heads": 5},
+            r"heads=5 does not divide the hidden width 96; use one of 1, 2, 3, 4, 6, 8, 12",
+        ),
+        ({"init": "gate"}, r"init='gate' is dead with complete sources.*use init='complete' or"),
+        (
+            {"init": "gate", "num_blocks": 4, "include_partial": True},
+            r"'gate' is dead with complete sources.*block_size=4.*use init='complete' or",
+        ),
+        (
+            {"init": "gate", "routing": "replacement", "num_blocks": 4},
+            r"'gate' scales what routing adds, and routing='replacement'.*use routing='additive'",
+        ),
+        (
+            {"init": "complete", "sources": "cumulative"},
+            r"init='complete' needs.*sources='cumulative'.*use init='centered'",
+        ),
+        (
+            {"init": "complete", "num_blocks": 4, "include_partial": False},
+            r"init='complete' needs.*include_partial=False.*use init='centered'",
+        ),
+        (
+            {"init": "complete", "embedding_source": False},
+            r"init='complete' needs.*embedding_source=False do not; use init='centered'",
+        ),
+        (
+            {"sources": "cumulative", "include_partial": True},
+            r"include_partial=true needs sources='delta'; 'cumulative' .*Leave it out",
+        ),
+        (
+            {"init": "centered", "evaluation": "two_phase"},
+            r"'two_phase' would lose .*init='centered'; use evaluation='one_pass' or 'auto'",
+        ),
+        (
+            {"method": "depth_attention", "stride": 9},
+            r"stride=9 is larger than the 8 layers.*use 1 to 8",
+        ),
+        (
+            {"method": "depth_attention", "stride": 5, "loops": 2},
+            r"stride=5 is larger than the 4 layers.*use 1 to 4",
+        ),
+        (
+            {"loops": 3},
+            r"loops=3 does not divide the 8 layers.*counts every visit, so use a multiple",
+        ),
+    ],
+)
+def test_a_combination_without_meaning_names_the_value_and_the_remedy(settings, value_and_remedy):
+    with pytest.raises(ConfigError, match=value_and_remedy) as caught:
+        plan(8, width=96, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(ConfigError, match="num_layers=0 must be at least 1"):
+        plan(0)
+
+
+def test_a_plan_says_how_it_evaluates_and_why():
+    asked = plan(8, method="delta", evaluation="two_phase")
+    assert asked.group_size == 4 and "asked for" in asked.reason
+    blocks = plan(8, method="attnres", block_size=4, evaluation="two_phase")
+    assert blocks.group_size == 4 and "do not change within a block" in blocks.reason
+    single = plan(8, method="delta", evaluation="one_pass")
+    assert single.group_size is None and "asked for" in single.reason
+    centered = plan(8, method="delta", init="centered")
+    assert centered.group_size is None and "centred" in centered.reason
+    assert "no softmax" in plan(8, method="standard").reason

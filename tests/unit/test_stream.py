@@ -1,0 +1,225 @@
+"""Streams, sites and depth memories in use: what they hand out, keep, and refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils import _pytree as pytree
+
+from depthroute import nn
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError, DepthrouteError
+
+WIDTH = 8
+
+
+def start(num_layers: int = 2, dtype=torch.float32, **settings):
+    plan = RoutingConfig(**settings).resolve(num_layers, width=WIDTH)
+    return nn.ResidualStream.start(torch.randn(2, 3, WIDTH, dtype=dtype), plan), plan
+
+
+def test_the_documented_loop_runs_in_anybodys_transformer():
+    config = RoutingConfig(method="attnres", block_size=2)
+    embedding = torch.randn(2, 3, WIDTH)
+    sites = nn.Sites(config.resolve(2, width=WIDTH), WIDTH)
+    stream = nn.ResidualStream.start(embedding, config, num_layers=2)
+    outputs = []
+    for index in range(4):
+        x = stream.read(sites.at(index))
+        outputs.append(torch.tanh(x))
+        stream = stream.push(outputs[-1])
+    out = stream.finish(sites["final"])
+    blocks = [embedding, outputs[0] + outputs[1], outputs[2] + outputs[3]]
+    assert_close(out, torch.stack(blocks).mean(0))  # zero queries
+
+
+def test_a_configuration_needs_the_number_of_layers():
+    with pytest.raises(ConfigError, match=r"needs num_layers=.*or pass config\.resolve"):
+        nn.ResidualStream.start(torch.randn(1, 1, WIDTH), RoutingConfig())
+
+
+def test_reading_a_choice_without_a_site_is_an_error():
+    stream, _ = start(method="delta")
+    stream = stream.push(torch.randn(2, 3, WIDTH))
+    with pytest.raises(DepthrouteError, match=r"layers\.0\.mlp chooses among 2 .*pass the nn.Site"):
+        stream.read(None)
+
+
+def test_an_output_of_another_shape_is_an_error():
+    stream, _ = start(method="delta")
+    with pytest.raises(DepthrouteError, match=r"layers\.0\.attention pushed .*\(2, 3, 4\).*keep"):
+        stream.push(torch.randn(2, 3, 4))
+
+
+def test_pushing_more_sublayers_than_the_plan_has_is_an_error():
+    stream, plan = start(method="standard")
+    for _ in range(plan.num_sublayers):
+        stream = stream.push(torch.randn(2, 3, WIDTH))
+    with pytest.raises(DepthrouteError, match=r"4 sublayers and all were pushed; resolve"):
+        stream.push(torch.randn(2, 3, WIDTH))
+
+
+def test_finishing_early_is_an_error():
+    stream, _ = start(method="standard")
+    with pytest.raises(DepthrouteError, match=r"after 0 of 4 sublayers; push every"):
+        stream.finish()
+
+
+def test_outputs_narrower_than_the_stream_are_widened():
+    for settings in ({"method": "standard"}, {"method": "attnres"}, {"method": "delta"}):
+        stream, _ = start(**settings)
+        stream = stream.push(torch.ones(2, 3, WIDTH, dtype=torch.bfloat16))
+        assert {t.dtype for t in stream.tensors()} == {torch.float32}
+
+
+def test_streams_keep_no_more_than_their_method_needs():
+    """In tensors of the activation's size, before the last sublayer of a 4-layer model."""
+    kept = {}
+    for name, settings in {
+        "standard": {"method": "standard"},
+        "x0_skip": {"method": "x0_skip"},
+        "attnres full": {"method": "attnres"},
+        "attnres block": {"method": "attnres", "block_size": 4},
+        "delta": {"method": "delta"},
+        "delta block": {"method": "delta", "block_size": 4},
+    }.items():
+        stream, plan = start(num_layers=4, **settings)
+        for _ in range(plan.num_sublayers - 1):
+            stream = stream.push(torch.zeros(2, 3, WIDTH))
+        kept[name] = len(stream.tensors())
+    assert kept == {
+        "standard": 1,  # h
+        "x0_skip": 2,  # h_0 and h
+        "attnres full": 8,  # h_0 and 7 deltas, whose sum is h
+        "attnres block": 3,  # h_0, one block, the partial
+        "delta": 9,  # the same 8 and h
+        "delta block": 4,  # h_0, one block, the partial, h
+    }
+
+
+def test_an_observer_sees_every_read_and_push_and_may_replace_the_output():
+    class Observer:
+        def __init__(self):
+            self.reads, self.pushes = [], []
+
+        def on_read(self, stream, site, x):
+            self.reads.append((stream.index, site, x))
+
+        def on_push(self, stream, output):
+            self.pushes.append(stream.index)
+            return 2 * output
+
+        def on_depth_mix(self, layer, layers, weights):
+            raise AssertionError("not a depth attention")
+
+    observer = Observer()
+    plan = RoutingConfig(method="standard").resolve(1)
+    stream = nn.ResidualStream.start(torch.zeros(1, 1, WIDTH), plan, observer=observer)
+    for _ in range(2):
+        stream.read()
+        stream = stream.push(torch.ones(1, 1, WIDTH))
+    assert_close(stream.finish(), torch.full((1, 1, WIDTH), 4.0))
+    assert [index for index, _, _ in observer.reads] == [0, 1, 2]
+    assert observer.pushes == [0, 1]
+
+
+def test_a_site_starts_at_zero_queries_and_unit_gains():
+    site = nn.Site(WIDTH)
+    assert site.query.shape == site.key_weight.shape == (WIDTH,)
+    assert not site.query.any() and (site.key_weight == 1).all() and site.gate is None
+
+
+def test_released_sites_start_at_random_queries():
+    plan = RoutingConfig(method="delta", block_size=2, init="reference").resolve(40)
+    queries = torch.cat([site.query for site in nn.Sites(plan, 512).values()])
+    assert queries.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_gates_start_at_zero_and_learned_skips_at_one():
+    gated = nn.Sites(RoutingConfig(method="delta", block_size=2, init="gate").resolve(2), WIDTH)
+    assert [site.gate.item() for site in gated.values()] == [0.0] * len(gated)
+    learned = nn.Sites(RoutingConfig(method="x0_skip", learned=True).resolve(2), WIDTH)
+    assert [site.gate.item() for site in learned.values()] == [1.0] * 3
+    identity = nn.Sites(RoutingConfig(method="x0_skip", init="gate").resolve(2), WIDTH)
+    assert [site.gate.item() for site in identity.values()] == [0.0] * 3
+
+
+def test_resetting_restores_the_start():
+    site = nn.Site(WIDTH, gate=1.0)
+    start = {name: p.clone() for name, p in site.named_parameters()}
+    for parameter in site.parameters():
+        parameter.data.normal_()
+    site.reset_parameters()
+    for name, parameter in site.named_parameters():
+        assert torch.equal(parameter, start[name])
+
+
+def test_sites_are_found_by_name_and_by_index():
+    sites = nn.Sites(RoutingConfig(method="attnres").resolve(2), WIDTH)
+    assert list(sites) == ["layers.0.mlp", "layers.1.attention", "layers.1.mlp", "final"]
+    assert sites["layers.1.attention"] is sites.at(2) and sites["final"] is sites.at(4)
+    assert sites.at(0) is None and sites.get("layers.0.attention") is None
+    assert "layers.0.attention" not in sites and len(sites) == 4
+    with pytest.raises(KeyError, match="nothing to choose are absent"):
+        sites["layers.0.attention"]
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_by_a_site():
+    with pytest.raises(ConfigError, match="heads=3 does not divide the width 8"):
+        nn.Site(WIDTH, heads=3)
+
+
+def test_the_weights_of_a_site_are_those_it_mixes_with():
+    site = nn.Site(WIDTH, heads=2)
+    site.query.data.normal_()
+    sources = [torch.randn(2, 3, WIDTH) for _ in range(4)]
+    weights = site.weights(sources)
+    assert weights.shape == (4, 2, 3, 2) and not weights.requires_grad
+    spread = weights.repeat_interleave(WIDTH // 2, -1)
+    assert_close(site.mix(sources), (spread * torch.stack(sources)).sum(0))
+
+
+def depth_memories(**settings):
+    plan = RoutingConfig(method="depth_attention", **settings).resolve(6)
+    memory, memories, record = nn.DepthMemory(plan), [], []
+    for _ in range(6):
+        memories.append(memory)
+        query, key, value = (torch.randn(1, 2, 3, 4) for _ in range(3))
+        mixed = memory.mix(query, key, value)
+        record.append((query, key, value, mixed))
+        memory = memory.push(key, mixed)
+    return plan, [*memories, memory], record
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"stride": 1}, {"stride": 2, "recent_window": 1}, {"loops": 2}]
+)
+def test_depth_attention_mixes_the_already_mixed_values_of_its_anchors(settings):
+    plan, _, record = depth_memories(**settings)
+    for layer, (query, key, value, mixed) in enumerate(record):
+        chosen = [record[j] for j in plan.depth_sources(layer)]
+        keys, values = [r[1] for r in chosen] + [key], [r[3] for r in chosen] + [value]
+        scores = torch.stack([(query * k).sum(-1) / 2 for k in keys])
+        alpha = torch.softmax(scores, 0)
+        expected = sum(a[..., None] * v for a, v in zip(alpha, values, strict=True))
+        assert_close(mixed, expected)
+    assert record[0][3] is record[0][2], "layer 0 is plain attention"
+
+
+@pytest.mark.parametrize("settings", [{}, {"stride": 1}, {"loops": 3}])
+def test_a_depth_memory_holds_what_later_layers_need_and_survives_a_round_trip(settings):
+    plan, memories, _ = depth_memories(**settings)
+    for layer, memory in enumerate(memories):
+        assert memory.layer == layer
+        assert memory.held == (plan.depth_kept(layer - 1) if layer else ())
+        assert len(memory.keys) == len(memory.values) == memory.num_held(layer)
+        leaves, structure = pytree.tree_flatten(memory)
+        for again in (
+            pytree.tree_unflatten(leaves, structure),
+            memories[0].emptied().with_tensors(leaves, layer),
+        ):
+            assert (again.layer, again.held) == (memory.layer, memory.held)
+            assert all(a is b for a, b in zip(again.keys, memory.keys, strict=True))
+            assert all(a is b for a, b in zip(again.values, memory.values, strict=True))
+    assert memories[-1].keys == ()
