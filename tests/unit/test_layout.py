@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -173,3 +174,11 @@ print(torch.cuda.is_initialized())
 """
     )
     assert out.split() == ["[]", "False"]
+
+
+def test_the_examples_in_the_methods_page_run():
+    page = (TESTS.parent / "docs" / "methods.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) >= 2
+    for example in examples:
+        exec(compile(example, "docs/methods.md", "exec"), {})
