@@ -207,6 +207,14 @@ HEADS = torch.zeros(1, 2, 3, 4)
         ((HEADS, [HEADS, HEADS[..., :2]], [HEADS] * 2), r"keys\[1\] \(1, 2, 3, 2\).*differ from"),
         ((HEADS, [HEADS[..., :2]], [HEADS]), r"query \(1, 2, 3, 4\) does not fit.*must be equal"),
         ((HEADS[:, :1], [HEADS], [HEADS]), "the KV heads must divide the query heads"),
+        (
+            (HEADS[:, :, :1], [HEADS], [HEADS]),
+            r"query \(1, 2, 1, 4\) does not fit keys \(1, 2, 3, 4",
+        ),
+        (
+            (HEADS, [HEADS], [HEADS[:, :, :1]]),
+            r"values \(1, 2, 1, 4\) do.* not fit keys \(1, 2, 3, 4",
+        ),
     ],
 )
 def test_depth_attention_mistakes_name_the_value_and_the_remedy(arguments, message):
