@@ -132,14 +132,15 @@ _TINY = Preset(
         "intermediate_size": 192,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
+        "initializer_range": 0.1,  # 0.02 suits wide models; here it cost 0.32 nats after 300 steps
     },
     routing=RoutingConfig(method="delta"),
     recipe=Recipe(
-        steps=300,
+        steps=250,
         tokens_per_step=1024,
-        sequence_length=128,
-        lr=4e-3,
-        min_lr=4e-4,
+        sequence_length=64,
+        lr=6e-3,
+        min_lr=6e-4,
         warmup_steps=20,
     ),
 )

@@ -88,9 +88,7 @@ def test_the_standard_method_in_lockstep_trains_as_it_does_alone(finished):
     torch.manual_seed(1)
     alone = Trainer(presets.build(SMALL, parse_method("standard").routing), SETTINGS)
     losses = [r.loss for r in alone.run(small().data, 1)]
-    recorded = [
-        r["loss"] for r in of(run, "step") if r["method"] == "standard" and r["seed"] == 1
-    ]
+    recorded = [r["loss"] for r in of(run, "step") if r["method"] == "standard" and r["seed"] == 1]
     assert losses == recorded
 
 

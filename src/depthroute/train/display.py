@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -32,25 +33,35 @@ def progress_bar(console: Console) -> Progress:
 
 
 def comparison_table(summary: dict[str, Any]) -> Table:
-    seeds, lines = summary["seeds"], summary["baselines"]
+    """Fits a terminal of 80 columns; ``summary.json`` has all digits."""
+    seeds, scale = summary["seeds"], summary["baselines"]
     table = Table(
         title=f"{summary['preset']}: {summary['steps']} steps, {summary['tokens']:,} tokens each, "
         f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
-        caption=f"validation loss in nats per byte on held-out {summary['data']}; for scale: "
-        f"unigram {lines['unigram']:.3f}, bigram {lines['bigram']:.3f}. "
-        "± sample standard deviation over seeds; differences are paired by seed",
+        caption=f"Validation loss: nats per byte on held-out {summary['data']}; for scale, "
+        f"unigram {scale['unigram']:.3f} and bigram {scale['bigram']:.3f}. ± is the sample "
+        "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "
+        "relative to standard. Max weight: 0 is uniform, 1 picks one source.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
     )
-    table.add_column("method")
-    names = ("validation loss", "vs standard", "added params", "tokens/s", "norm. max weight")
-    for name in names:
-        table.add_column(name, justify="right")
+    table.add_column("\nmethod", no_wrap=True)
+    headers = (
+        "validation\nloss",
+        "vs\nstandard",
+        "params\nadded",
+        "\ntokens/s",
+        "norm. max\nweight",
+    )
+    for header in headers:
+        table.add_column(header, justify="right")
     for row in summary["rows"]:
         table.add_row(row["method"], *_cells(row))
     return table
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    loss = spread(row["validation_loss"], "{:.4f}")
+    loss = spread(row["validation_loss"], "{:.3f}")
     if row["diverged"]:
         where = ", ".join(f"seed {d['seed']} step {d['step']}" for d in row["diverged"])
         loss = f"diverged ({where})"
@@ -58,8 +69,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     speed, sharp = row["relative_speed"], row["mean_normalised_max"]
     return [
         loss,
-        spread(row["difference"], "{:+.4f}"),
-        _NONE if added is None else f"{added:,}",
+        spread(row["difference"], "{:+.3f}"),
+        _NONE if added is None else f"{added:+,}" if added else "0",
         _NONE if speed is None else f"{speed:.2f}x",
         _NONE if sharp is None else f"{sharp:.3f}",
     ]
@@ -70,4 +81,4 @@ def spread(statistics: dict[str, Any] | None, form: str) -> str:
     if statistics is None:
         return _NONE
     mean = form.format(statistics["mean"])
-    return mean if statistics["spread"] is None else f"{mean} ± {statistics['spread']:.4f}"
+    return mean if statistics["spread"] is None else f"{mean} ± {statistics['spread']:.3f}"

@@ -90,7 +90,7 @@ class TrainSettings:
 def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainSettings:
     """The preset's published settings with ``changes`` on top.
 
-    A shorter run keeps the published proportion of warm-up unless told otherwise.
+    Warm-up keeps its proportion of the steps and ``min_lr`` of ``lr`` unless told otherwise.
     """
     changes = dict(changes or {})
     _refuse_unknown(changes)
@@ -99,18 +99,15 @@ def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainS
         "steps": recipe.steps,
         "sequence_length": recipe.sequence_length,
         "lr": recipe.lr,
-        "min_lr": recipe.min_lr,
-        "warmup_steps": recipe.warmup_steps,
         "betas": recipe.betas,
         "weight_decay": recipe.weight_decay,
         "clip": recipe.clip,
     }
     if recipe.tokens_per_step and recipe.sequence_length:
         values["batch_size"] = recipe.tokens_per_step // recipe.sequence_length
-    if recipe.steps and recipe.warmup_steps and changes.get("steps"):
-        values["warmup_steps"] = round(recipe.warmup_steps * changes["steps"] / recipe.steps)
-    if recipe.lr and recipe.min_lr and changes.get("lr"):
-        values["min_lr"] = recipe.min_lr * changes["lr"] / recipe.lr
+    warmup = _in_proportion(recipe.warmup_steps, recipe.steps, changes.get("steps"))
+    values["warmup_steps"] = None if warmup is None else round(warmup)
+    values["min_lr"] = _in_proportion(recipe.min_lr, recipe.lr, changes.get("lr"))
     values = {name: value for name, value in values.items() if value is not None} | changes
     missing = [n for n in ("steps", "batch_size", "sequence_length", "lr") if n not in values]
     if missing:
@@ -119,6 +116,13 @@ def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainS
             + " ".join(f"--set {name}=..." for name in missing)
         )
     return TrainSettings(**values)
+
+
+def _in_proportion(value: float | None, whole: float | None, changed: Any) -> float | None:
+    """``value`` as ``whole`` becomes ``changed``; what is no number is refused by validation."""
+    if value is None or not whole or not isinstance(changed, int | float):
+        return value
+    return value * changed / whole
 
 
 def _refuse_unknown(values: dict[str, Any]) -> None:

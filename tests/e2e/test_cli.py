@@ -1,0 +1,134 @@
+"""The command line as a user meets it: what it prints, what it leaves, how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from depthroute import cli
+
+SHORT = ["--seeds", "1", "--methods", "standard,delta,depth-attention", "--set", "batch_size=2"]
+SHORT += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "depthroute.cli", *arguments]
+
+
+@pytest.fixture
+def depthroute(capsys, monkeypatch):
+    """The entry point in this process: exit status, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["depthroute", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("the depth of a model is what it reads\n" * 200)
+    return str(path)
+
+
+def test_compare_prints_one_table_and_leaves_a_run_directory(
+    depthroute, tmp_path, book, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = depthroute("compare", *SHORT, "--steps", "4", "--data", book)
+    assert status == 0, err
+    for text in ("standard", "delta", "depth-attention", "Validation loss", "tokens/s", "bigram"):
+        assert text in out
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name in err
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if r["event"] == "step"]
+    assert len(steps) == 3 * 4
+    routing = {r["method"]: r["mean_normalised_max"] for r in records if r["event"] == "routing"}
+    assert routing["standard"] is None
+    assert 0 <= routing["delta"] <= 1
+    assert json.loads((run / "config.json").read_text())["train"]["steps"] == 4
+
+
+def test_compare_as_json_prints_the_summary_alone(depthroute, tmp_path, book):
+    path = str(tmp_path / "run")
+    arguments = ["compare", *SHORT, "--steps", "2", "--data", book, "--out", path]
+    status, out, err = depthroute(*arguments, "--json")
+    assert status == 0, err
+    assert json.loads(out) == json.loads((tmp_path / "run" / "summary.json").read_text())
+    status, out, err = depthroute(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {path} already holds a run")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_interrupt_says_so_and_keeps_what_was_finished(tmp_path, book):
+    arguments = [*SHORT, "--steps", "100000", "--set", "validate_every=2"]
+    arguments += ["--data", book, "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        command("compare", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count('"validation"') >= 6):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "interrupted" in stderr and "Traceback" not in stderr
+    assert "Validation loss" in stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert not summary["is_complete"] and summary["rows"][1]["validation_loss"]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "tyni"], "unknown preset 'tyni'; did you mean 'tiny'?"),
+        (["--methods", "dleta"], "unknown method 'dleta'; did you mean 'delta'?"),
+        (["--data", "/nowhere/text"], "/nowhere/text does not exist"),
+        (["--set", "lr=fast"], "train.lr='fast' must be a finite number"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(depthroute, arguments, message):
+    status, out, err = depthroute("compare", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_env_and_presets_as_json_are_json(depthroute):
+    environment = json.loads(depthroute("env", "--json")[1])
+    assert {b["op"] for b in environment["backends"]} >= {"depth_mix", "depth_attention_mix"}
+    assert all(b["reason"] for b in environment["backends"])
+    assert environment["devices"][0]["device"] == "cpu"
+    names = [p["name"] for p in json.loads(depthroute("presets", "--json")[1])]
+    assert "tiny" in names and "delta-7.57b" in names
+
+
+def test_env_and_presets_print_tables(depthroute):
+    assert "depth_mix: torch (" in depthroute("env")[1]
+    assert "delta-7.57b" in depthroute("presets")[1]
+
+
+@pytest.mark.parametrize("name", ["compare", "presets", "env"])
+def test_every_command_has_help_with_an_example(depthroute, name):
+    status, out, _ = depthroute(name, "--help")
+    assert status == 0
+    assert f"Example: depthroute {name}" in " ".join(out.split())
