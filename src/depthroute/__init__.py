@@ -18,6 +18,7 @@ from depthroute.plan import Plan
 if TYPE_CHECKING:
     from depthroute.diagnostics.trace import Trace, trace
     from depthroute.models.convert import (
+        IdentityError,
         IdentityReport,
         convert,
         from_config,
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
         revert,
     )
     from depthroute.models.reference import load_reference
+    from depthroute.models.saving import load_adapter
 
 _LAZY = {
     "Trace": "depthroute.diagnostics.trace",
+    "IdentityError": "depthroute.models.convert",
     "IdentityReport": "depthroute.models.convert",
     "convert": "depthroute.models.convert",
     "from_config": "depthroute.models.convert",
     "from_pretrained": "depthroute.models.convert",
     "identity_report": "depthroute.models.convert",
+    "load_adapter": "depthroute.models.saving",
     "load_reference": "depthroute.models.reference",
     "parameter_groups": "depthroute.models.convert",
     "revert": "depthroute.models.convert",

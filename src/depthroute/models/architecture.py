@@ -47,6 +47,8 @@ class Architecture:
     cache_argument: str = "past_key_values"
     ignored_arguments: tuple[str, ...] = ()
     """Arguments of the layer that its attention does not take."""
+    linear_attentions: tuple[str, ...] = ()
+    """Class names of attentions without keys and values, in hybrid families."""
     adapt_arguments: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] | None = None
     """Last word on the attention's arguments, for layers of mixed kinds."""
 
@@ -55,20 +57,96 @@ class Architecture:
             return bool(getattr(config, self.parallel))
         return self.parallel
 
+    def is_linear(self, attention: nn.Module) -> bool:
+        """Whether this layer's attention keeps a recurrent state instead of keys and values."""
+        return type(attention).__name__ in self.linear_attentions
+
     def sublayers(self, config: Any) -> tuple[str, ...]:
         return ("block",) if self.is_parallel(config) else ("attention", "mlp")
+
+
+def _kimi_arguments(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Kimi's linear-attention layers take the cache under another name and no positions."""
+    if layer.block_type != "linear_attention":
+        return arguments
+    arguments["cache_params"] = arguments.pop("past_key_values", None)
+    for name in ("position_ids", "use_cache"):
+        arguments.pop(name, None)
+    return arguments
 
 
 PRE_NORM: dict[str, Any] = {
     "attention": Sublayer("self_attn", norm="input_layernorm"),
     "mlp": Sublayer("mlp", norm="post_attention_layernorm"),
 }
+POST_NORM: dict[str, Any] = {
+    "attention": Sublayer("self_attn", after=("post_attention_layernorm",)),
+    "mlp": Sublayer("mlp", after=("post_feedforward_layernorm",)),
+}
+SANDWICH_NORM: dict[str, Any] = {
+    "attention": Sublayer("self_attn", norm="input_layernorm", after=("post_attention_layernorm",)),
+    "mlp": Sublayer("mlp", norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     entry.model_type: entry
     for entry in (
         Architecture("llama", "LlamaForCausalLM", **PRE_NORM),
+        Architecture("mistral", "MistralForCausalLM", **PRE_NORM),
+        Architecture("qwen2", "Qwen2ForCausalLM", **PRE_NORM),
         Architecture("qwen3", "Qwen3ForCausalLM", **PRE_NORM),
+        Architecture("smollm3", "SmolLM3ForCausalLM", **PRE_NORM),
+        Architecture("starcoder2", "Starcoder2ForCausalLM", eps="norm_epsilon", **PRE_NORM),
+        Architecture("granite", "GraniteForCausalLM", multiplier="residual_multiplier", **PRE_NORM),
+        Architecture("olmo2", "Olmo2ForCausalLM", **POST_NORM),
+        Architecture("gemma2", "Gemma2ForCausalLM", **SANDWICH_NORM),
+        Architecture("gemma3_text", "Gemma3ForCausalLM", **SANDWICH_NORM),
+        Architecture(
+            "phi3",
+            "Phi3ForCausalLM",
+            attention=Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
+            mlp=Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
+        ),
+        Architecture(
+            "gpt2",
+            "GPT2LMHeadModel",
+            attention=Sublayer("attn", norm="ln_1"),
+            mlp=Sublayer("mlp", norm="ln_2"),
+            decoder="transformer",
+            layers="h",
+            final_norm="ln_f",
+            eps="layer_norm_epsilon",
+            ignored_arguments=("encoder_hidden_states", "encoder_attention_mask"),
+        ),
+        Architecture(
+            "gpt_neox",
+            "GPTNeoXForCausalLM",
+            attention=Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
+            mlp=Sublayer("mlp", "post_attention_layernorm", ("post_mlp_dropout",)),
+            decoder="gpt_neox",
+            final_norm="final_layer_norm",
+            eps="layer_norm_eps",
+            parallel="use_parallel_residual",
+            cache_argument="layer_past",
+        ),
+        Architecture(
+            "cohere2",
+            "Cohere2ForCausalLM",
+            attention=Sublayer("self_attn", norm="input_layernorm"),
+            mlp=Sublayer("mlp", norm="input_layernorm"),
+            eps="layer_norm_eps",
+            parallel=True,
+        ),
+        Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
+        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),
+        Architecture("deepseek_v3", "DeepseekV3ForCausalLM", **PRE_NORM),
+        Architecture(
+            "kimi_linear",
+            "KimiLinearForCausalLM",
+            linear_attentions=("KimiLinearDeltaAttention",),
+            adapt_arguments=_kimi_arguments,
+            **PRE_NORM,
+        ),
     )
 }
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
+from depthroute.errors import CheckpointError, DepthrouteError
+from depthroute.models import saving
 from depthroute.models.architecture import Architecture
 from depthroute.models.routed import install, plan_for
 from depthroute.nn import Site, Sites
@@ -58,6 +63,63 @@ class RoutedCausalLM(_Base):
         self.requires_grad_(False)
         for parameter in self.routing_parameters():
             parameter.requires_grad_(True)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        adapter_only: bool = False,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Write configuration and weights, or with ``adapter_only`` the routing alone.
+
+        The folder changes at once when everything is written; an interrupted save leaves what was
+        there. Other arguments are those of ``PreTrainedModel.save_pretrained``.
+        """
+        if not is_main_process:
+            return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        with saving.replacing(save_directory) as folder:
+            if adapter_only:
+                saving.save_adapter(self, folder)
+            else:
+                super().save_pretrained(folder, *args, **kwargs)
+        return None
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> RoutedCausalLM:
+        """As in transformers, but a checkpoint with missing or foreign weights is an error."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"the weights in {str(pretrained_model_name_or_path)!r} cannot be read: {error}. "
+                "The file is damaged or was cut short; copy it again"
+            ) from error
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            keys = sorted(map(str, info[what]))
+            if keys:
+                raise CheckpointError(
+                    f"the checkpoint {str(pretrained_model_name_or_path)!r} does not fit its "
+                    f"configuration: {what.replace('_', ' ')} {keys[0]} ({len(keys)} such); it is "
+                    "incomplete or its config.json belongs to another model"
+                )
+        return (model, info) if wants_info else model
+
+    def merge(self) -> None:
+        """Not possible, and this says why."""
+        raise DepthrouteError(
+            "routing cannot be merged into the base weights: its weights over depth are a softmax "
+            "of each token's own activations, so no fixed matrices compute the same. Keep the "
+            "routed model, or save_pretrained(adapter_only=True) and attach it to its base"
+        )
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Site):

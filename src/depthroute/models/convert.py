@@ -12,7 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.errors import CheckpointError, ConfigError, DepthrouteError
+from depthroute.models import saving
 from depthroute.models.architecture import architecture_for
 from depthroute.models.auto import routed_config_class
 from depthroute.models.causal_lm import RoutedCausalLM
@@ -38,24 +39,41 @@ def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = Fal
             values["layer_types"] = values["layer_types"] * routing.loops
     for name in ("architectures", "transformers_version", "model_type"):
         values.pop(name, None)
-    implementation = config._attn_implementation
-    config = routed_config_class(architecture).from_dict(values)
-    config._attn_implementation = implementation
+    config = _same_implementations(config, routed_config_class(architecture).from_dict(values))
     plan = plan_for(config, routing, converting=converting)
     config.routing = replace(routing, init=plan.init).to_dict()
     config.architectures = [f"Routed{architecture.causal_lm}"]
     return config
 
 
+def _same_implementations(old: Any, new: Any) -> Any:
+    """Which attention and expert kernels run is no part of a configuration's dictionary."""
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+    return new
+
+
 def _model_class(config: Any) -> Any:
     return routed_config_class(architecture_for(config)).model_class
 
 
-def convert(model: Any, routing: RoutingConfig) -> Any:
+def convert(
+    model: Any,
+    routing: RoutingConfig,
+    *,
+    verify: Tensor | None = None,
+    tolerance: float = 1e-3,
+) -> Any:
     """A routed model that shares ``model``'s parameters; ``model`` itself is left as it is.
 
-    A missing ``routing.init`` means identity here. Training one of the two trains the shared
-    parameters of both; deep-copy ``model`` first to keep an untouched one.
+    A missing ``routing.init`` means identity here. ``verify=input_ids`` measures the largest logit
+    difference on those tokens and refuses above ``tolerance``; the report is kept in
+    ``routed.identity``. In bf16 only ``init="centered"`` is exact to the bit: others differ by the
+    rounding of the dtype, so verify in fp32 or allow for it.
+
+    Training one of the two models trains the shared parameters of both; deep-copy ``model`` first
+    to keep an untouched one.
     """
     if isinstance(model, RoutedCausalLM):
         raise ConfigError(
@@ -81,6 +99,10 @@ def convert(model: Any, routing: RoutingConfig) -> Any:
     routed.__class__ = _model_class(model.config)
     _set_config(routed, model.config, config)
     install(routed, plan_for(config, config.routing_config()))
+    if verify is not None:
+        routed.identity = identity_report(model, routed, verify)
+        if not routed.identity.max_difference <= tolerance:  # NaN must not pass
+            raise IdentityError(routed.identity, tolerance, routed.plan.init)
     return routed
 
 
@@ -92,7 +114,7 @@ def revert(routed: Any) -> Any:
     uninstall(plain)
     base = getattr(transformers, routed.architecture.causal_lm)
     config = type(routed.config).__mro__[2].from_dict(routed.config.base_dict())
-    config._attn_implementation = routed.config._attn_implementation
+    config = _same_implementations(routed.config, config)
     plain.__class__ = base
     _set_config(plain, plain.config, config)
     return plain
@@ -109,6 +131,18 @@ def _set_config(model: nn.Module, old: Any, new: Any) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("config"), type(old)):
             module.config = new
+
+
+class IdentityError(DepthrouteError):
+    """A conversion changed the model by more than was allowed."""
+
+    def __init__(self, report: IdentityReport, tolerance: float, init: str) -> None:
+        super().__init__(
+            f"the conversion is not an identity: {report} against a tolerance of {tolerance:g} "
+            f"(init {init!r}). Leave init out for an exact conversion, or accept the change "
+            "(--allow-drift on the command line, no verify in Python)"
+        )
+        self.report = report
 
 
 @dataclass(frozen=True)
@@ -154,8 +188,33 @@ def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityRepor
 
 
 def from_pretrained(path: Any, **kwargs: Any) -> Any:
-    """A routed checkpoint from a folder or the hub, as ``AutoModelForCausalLM`` loads it."""
-    return transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    """A routed checkpoint from a folder or the hub, as ``AutoModelForCausalLM`` loads it.
+
+    An adapter folder is attached to the base it names; to another copy of the base with
+    :func:`load_adapter`.
+    """
+    if saving.is_adapter(path):
+        description, _ = saving.read_adapter(path)
+        base = description["base_model_name_or_path"]
+        if base is None:
+            raise CheckpointError(
+                f"the adapter in {str(path)!r} does not record its base; load that yourself and "
+                "call depthroute.load_adapter(model, path)"
+            )
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base, **kwargs)
+        return saving.load_adapter(plain, path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        if isinstance(error, DepthrouteError):
+            raise
+        raise CheckpointError(f"cannot load {str(path)!r}: {error}") from error
+    if not hasattr(config, "routing"):
+        raise CheckpointError(
+            f"{str(path)!r} holds a plain {config.model_type!r} model; load it with transformers "
+            "and convert it (depthroute.convert, or `depthroute convert`)"
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
 
 
 def parameter_groups(

@@ -8,6 +8,12 @@ mixes, updates the real cache and then calls the implementation the model is con
 cache keeps exactly its vanilla shapes, dtype and bytes.
 
 The keys and queries seen here carry RoPE; both sit at the same token, so it cancels in the scores.
+
+**Latent attention (MLA)** caches one compressed latent per token, from which every head's key (its
+part without position) and value are expanded. There the *latent* is mixed: one softmax per token,
+scored by the mean over heads of q . k / sqrt(d), over the latents of the layers read. The cache
+keeps its latent shape; the mixed latent feeds both the values and the position-free part of the
+keys, because the cache has room for one latent only.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -39,16 +45,27 @@ class VisitCache:
 
 
 class DeferredCache:
-    """Hands this step's keys and values straight back; the attention function stores them."""
+    """Hands this step's keys and values straight back; the attention function stores them.
+
+    One is made per attention call, so what it remembers never outlives the call.
+    """
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
+        self.pending: tuple[Tensor, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        self.pending = key, value
         return key, value
+
+    def store(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Into the real cache, if there is one; everything attended to comes back."""
+        if self.cache is None:
+            return key, value
+        return self.cache.update(key, value, layer_idx)
 
 
 class DepthRecord(NamedTuple):
@@ -67,11 +84,11 @@ class DepthContext:
 
     memory: DepthMemory
     site: Site | None
-    cache: Any
+    cache: DeferredCache
     implementation: str
 
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        mixed = self.memory.mix(query, key, value)
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        mixed = self.memory.mix(query, key, value, scaling)
         if self.site is None or self.site.gate is None:
             return mixed
         return value + self.site.gate.to(value.dtype) * (mixed - value)
@@ -88,14 +105,32 @@ def depth_attention_forward(
     **kwargs: Any,
 ):
     """The attention function: mix over depth, store, attend over time."""
-    mixed = depth.mixed(query, key, value)
-    keys, values = key, mixed
-    if depth.cache is not None:
-        keys, values = depth.cache.update(key, mixed, module.layer_idx)
+    layer = cast(int, module.layer_idx)
+    if is_latent(module):
+        assert depth.cache.pending is not None
+        latent, rotary = depth.cache.pending
+        # one latent serves all heads: concatenated heads make their mean score a single dot
+        key, one_query = _one_head(key), _one_head(query)
+        scaling = query.shape[-1] ** 0.5 / one_query.shape[-1]
+        mixed = depth.mixed(one_query, key, latent, scaling)
+        expand = cast(Any, module).expand_kv
+        keys, values = expand(*depth.cache.store(mixed, rotary, layer))
+    else:
+        mixed = depth.mixed(query, key, value, None)
+        keys, values = depth.cache.store(key, mixed, layer)
     eager = sys.modules[_defining_class(module).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
     output, weights = attend(module, query, keys, values, attention_mask, **kwargs)
     return output, DepthRecord(weights, key, mixed)
+
+
+def is_latent(attention: nn.Module) -> bool:
+    """Whether this attention caches a latent from which keys and values are expanded."""
+    return hasattr(attention, "expand_kv")
+
+
+def _one_head(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
 def _defining_class(module: nn.Module) -> type:

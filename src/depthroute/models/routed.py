@@ -107,7 +107,7 @@ class RoutedLayer(nn.Module):
         else:
             site = sites.at(stream.index)
             output, memory = self._attend_over_depth(x, kwargs, memory, site)
-        if self.is_parallel:
+        if self.is_parallel:  # one read feeds both, and their sum is one delta
             stream = stream.push(output + self._run(spec.mlp, x))
         else:
             stream = stream.push(output)
@@ -142,12 +142,14 @@ class RoutedLayer(nn.Module):
         self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: Site | None
     ) -> tuple[Tensor, DepthMemory]:
         spec = self.architecture
-        cache = kwargs.get(spec.cache_argument)
+        deferred = depth_attention.DeferredCache(kwargs.get(spec.cache_argument))
         depth = depth_attention.DepthContext(
-            memory, site, cache, self.decoder_config._attn_implementation
+            memory, site, deferred, self.decoder_config._attn_implementation
         )
-        if cache is not None:
-            kwargs = kwargs | {spec.cache_argument: depth_attention.DeferredCache(cache)}
+        if deferred.cache is not None or depth_attention.is_latent(
+            getattr(self, spec.attention.module)
+        ):
+            kwargs = kwargs | {spec.cache_argument: deferred}
         arguments = self._attention_arguments(kwargs) | {"depth": depth}
         output, record = self._module(spec.attention, x, **arguments)
         return self._after(spec.attention, output), memory.push(record.key, record.value)
@@ -259,7 +261,15 @@ def install(model: Any, plan: Plan) -> None:
     norm = getattr(decoder, spec.final_norm)
     norm.__class__ = routed_class(type(norm), RoutedNorm)
     if plan.method == "depth_attention":
-        depth_attention.enable([getattr(x, spec.attention.module) for x in layers], config)
+        attentions = [getattr(layer, spec.attention.module) for layer in layers]
+        linear = [i for i, a in enumerate(attentions) if spec.is_linear(a)]
+        if linear:
+            raise ConfigError(
+                f"depth attention mixes the values of softmax attention, and layers "
+                f"{', '.join(map(str, linear))} of this {spec.model_type} model are linear "
+                "attention; use method='attnres' or 'delta'"
+            )
+        depth_attention.enable(attentions, config)
     for part in (model, decoder):
         names = set(part._no_split_modules or ())
         part._no_split_modules = names | {type(layer).__name__ for layer in layers}

@@ -17,24 +17,34 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _rstd(s: Tensor, eps: float, heads: int, slice_norm: bool) -> Tensor:
-    """1/rms of ``s`` [N, D]: [N, 1], or [N, H] when every slice has its own."""
-    view = s.view(s.shape[0], heads if slice_norm else 1, -1)
-    norm = torch.linalg.vector_norm(view, dim=-1)
-    return torch.rsqrt(norm.square_().div_(view.shape[-1]).add_(eps))
+def _scores(
+    sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
+) -> tuple[Tensor, Tensor]:
+    """1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, each read twice and never copied.
 
-
-def _dot(s: Tensor, q: Tensor, heads: int) -> Tensor:
-    """q . s per head: [N, H]."""
-    if heads == 1:
-        return (s @ q).unsqueeze(-1)
-    return torch.einsum("nhd,hd->nh", s.view(s.shape[0], heads, -1), q.view(heads, -1))
+    Small tensors cost a launch each, so whatever is per token is done for all sources at once.
+    """
+    tokens, width = sources[0].shape
+    count, dtype = queries.shape[0], queries.dtype
+    parts = heads if slice_norm else 1
+    norms = queries.new_empty(len(sources), tokens, parts)
+    dots = queries.new_empty(len(sources), count, tokens, heads)
+    sliced = queries.view(count, heads, -1)
+    for n, source in enumerate(sources):
+        s = source.to(dtype)
+        torch.linalg.vector_norm(s.view(tokens, parts, -1), dim=-1, out=norms[n])
+        if heads == 1 and count == 1:
+            torch.mv(s, queries[0], out=dots[n].view(tokens))
+        else:
+            dots[n] = torch.einsum("nhd,ghd->gnh", s.view(tokens, heads, -1), sliced)
+    rstd = norms.square_().mul_(parts / width).add_(eps).rsqrt_()
+    return rstd, dots.mul_(rstd.unsqueeze(1))
 
 
 def _pair_dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
     """a . b per token and head: [N, H]."""
     a, b = a.view(a.shape[0], heads, -1), b.view(b.shape[0], heads, -1)
-    return torch.einsum("nhd,nhd->nh", a, b)
+    return torch.linalg.vecdot(a, b)
 
 
 def _spread(w: Tensor, width: int) -> Tensor:
@@ -58,13 +68,12 @@ def mix_forward(
     """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H]."""
     tokens, width = (prior if prior is not None else sources[0]).shape
     dtype, device = query.dtype, query.device
-    count = len(sources)
-    rstd = torch.empty(count, tokens, heads if slice_norm else 1, dtype=dtype, device=device)
-    logits = torch.empty(count, tokens, heads, dtype=dtype, device=device)
-    for n, source in enumerate(sources):
-        s = source.to(dtype)
-        rstd[n] = _rstd(s, eps, heads, slice_norm)
-        torch.mul(_dot(s, query, heads), rstd[n], out=logits[n])
+    if sources:
+        rstd, logits = _scores(sources, query.unsqueeze(0), eps, heads, slice_norm)
+        logits = logits.squeeze(1)
+    else:  # a finished group with nothing newer
+        rstd = query.new_empty(0, tokens, heads if slice_norm else 1)
+        logits = query.new_empty(0, tokens, heads)
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
     top = every.amax(0)
     exponentials = (every - top).exp_()
@@ -108,7 +117,9 @@ def mix_backward(
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
     values = list(sources) if prior is None else [prior, *sources]
     alpha = (every - lse).exp_()
-    u = torch.stack([_pair_dot(dx, value.to(dtype), heads) for value in values])
+    u = torch.empty_like(alpha)
+    for n, value in enumerate(values):
+        u[n] = _pair_dot(dx, value.to(dtype), heads)
     dlogits = alpha * (u - (alpha * u).sum(0))
     weights = alpha - 1.0 / len(values) if centered else alpha
     dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
@@ -116,36 +127,30 @@ def mix_backward(
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
         dprior_lse, dlogits, weights = dlogits[0].clone(), dlogits[1:], weights[1:]
     dquery = torch.zeros_like(query)
-    dsources = [
-        _source_gradient(source, dx, query, w, ds, r, logit, dquery, heads)
-        for source, w, ds, r, logit in zip(sources, weights, dlogits, rstd, logits, strict=True)
-    ]
+    through, pull = _through_norm(dlogits, logits, rstd, width)
+    dsources = []
+    for n, source in enumerate(sources):
+        s = source.to(dtype)
+        _add_query_gradient(dquery, through[n], s, heads)
+        out = _spread(weights[n], width) * dx
+        out.addcmul_(_spread(through[n], width), query.expand_as(out))
+        out.addcmul_(_spread(pull[n], width), s)
+        dsources.append(out.to(source.dtype))
     return dsources, dquery, dprior, dprior_lse
 
 
-def _source_gradient(
-    source: Tensor,
-    dx: Tensor | None,
-    query: Tensor,
-    weight: Tensor | None,
-    ds: Tensor,
-    r: Tensor,
-    logit: Tensor,
-    dquery: Tensor,
-    heads: int,
-    base: Tensor | None = None,
-) -> Tensor:
-    """weight*dx (or ``base``) + r*ds*q - (sum_h ds*logit) r^2 s / D; adds into ``dquery``."""
-    s, width = source.to(query.dtype), source.shape[-1]
-    through = ds * r
-    _add_query_gradient(dquery, through, s, heads)
-    # each norm group's share of the width: D, or D/H when slices are normalised on their own
-    pull = ds * logit if r.shape[-1] == heads else (ds * logit).sum(-1, keepdim=True)
-    pull = pull * r.square() / (width // r.shape[-1])
-    out = base if base is not None else _spread(weight, width) * dx  # pyright: ignore
-    out.addcmul_(_spread(through, width), query.expand_as(out))
-    out.addcmul_(_spread(pull, width), s, value=-1.0)
-    return out.to(source.dtype)
+def _through_norm(
+    dlogits: Tensor, logits: Tensor, rstd: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """What multiplies q and s in a source's gradient: r ds, and -(sum_h ds logit) r^2 / D.
+
+    The sum runs over the heads that share a norm; a slice normalised on its own has D/H entries.
+    """
+    weighted = dlogits * logits
+    parts = rstd.shape[-1]
+    if parts != weighted.shape[-1]:
+        weighted = weighted.sum(-1, keepdim=True)
+    return dlogits * rstd, weighted * rstd.square() * (-parts / width)
 
 
 def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) -> None:
@@ -162,18 +167,10 @@ def group_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """outputs [G, N, D], lse [G, N, H], rstd [S, N, 1|H], logits [S, G, N, H]."""
     tokens, width = sources[0].shape
-    count, dtype, device = queries.shape[0], queries.dtype, queries.device
-    norms = heads if slice_norm else 1
-    rstd = torch.empty(len(sources), tokens, norms, dtype=dtype, device=device)
-    logits = torch.empty(len(sources), count, tokens, heads, dtype=dtype, device=device)
-    sliced = queries.view(count, heads, -1)
-    for n, source in enumerate(sources):
-        s = source.to(dtype)
-        rstd[n] = _rstd(s, eps, heads, slice_norm)
-        dots = torch.einsum("nhd,ghd->gnh", s.view(tokens, heads, -1), sliced)
-        torch.mul(dots, rstd[n], out=logits[n])
+    count, dtype = queries.shape[0], queries.dtype
+    rstd, logits = _scores(sources, queries, eps, heads, slice_norm)
     lse = torch.logsumexp(logits, 0)
-    out = torch.zeros(count, tokens, width, dtype=dtype, device=device)
+    out = queries.new_zeros(count, tokens, width)
     for n, source in enumerate(sources):
         s, alpha = source.to(dtype), (logits[n] - lse).exp_()
         for g in range(count):
@@ -195,27 +192,24 @@ def group_backward(
     dtype, count = queries.dtype, queries.shape[0]
     width = grad.shape[-1]
     dx = grad.to(dtype)
-    u = torch.stack(
-        [torch.stack([_pair_dot(dx[g], s.to(dtype), heads) for g in range(count)]) for s in sources]
-    )
     alpha = (logits - lse).exp_()
+    u = torch.empty_like(alpha)
+    for n, source in enumerate(sources):
+        s = source.to(dtype)
+        for g in range(count):
+            u[n, g] = _pair_dot(dx[g], s, heads)
     dlogits = alpha * (u - (alpha * u).sum(0) + grad_lse)
+    through, pull = _through_norm(dlogits, logits, rstd.unsqueeze(1), width)
+    pull = pull.sum(1)
     dqueries = torch.zeros_like(queries)
     dsources = []
     for n, source in enumerate(sources):
-        s, r = source.to(dtype), rstd[n]
-        total = torch.zeros_like(s)
-        pull = torch.zeros_like(r)
+        s = source.to(dtype)
+        total = _spread(pull[n], width) * s
         for g in range(count):
-            ds = dlogits[n, g]
-            through = ds * r
-            _add_query_gradient(dqueries[g], through, s, heads)
+            _add_query_gradient(dqueries[g], through[n, g], s, heads)
             total.addcmul_(_spread(alpha[n, g], width), dx[g])
-            total.addcmul_(_spread(through, width), queries[g].expand_as(total))
-            weighted = ds * logits[n, g]
-            pull += weighted if r.shape[-1] == heads else weighted.sum(-1, keepdim=True)
-        pull = pull * r.square() / (width // r.shape[-1])
-        total.addcmul_(_spread(pull, width), s, value=-1.0)
+            total.addcmul_(_spread(through[n, g], width), queries[g].expand_as(total))
         dsources.append(total.to(source.dtype))
     return dsources, dqueries
 
@@ -226,7 +220,7 @@ def attention_mix_forward(
     """Mixed values [B, Hkv, T, dv] and weights [J, B, Hkv, T]."""
     dtype = wide(query.dtype)
     qbar = _grouped_mean(query.to(dtype), keys[0].shape[1])
-    logits = torch.stack([torch.einsum("bhtd,bhtd->bht", qbar, k.to(dtype)) for k in keys])
+    logits = torch.stack([torch.linalg.vecdot(qbar, k.to(dtype)) for k in keys])
     alpha = torch.softmax(logits.mul_(scaling), 0)
     out = alpha[0].unsqueeze(-1) * values[0].to(dtype)
     for weight, value in zip(alpha[1:], values[1:], strict=True):
@@ -246,7 +240,7 @@ def attention_mix_backward(
     dout = grad.to(dtype)
     groups = keys[0].shape[1]
     qbar = _grouped_mean(query.to(dtype), groups)
-    u = torch.stack([torch.einsum("bhtd,bhtd->bht", dout, v.to(dtype)) for v in values])
+    u = torch.stack([torch.linalg.vecdot(dout, v.to(dtype)) for v in values])
     dlogits = (alpha * (u - (alpha * u).sum(0))).mul_(scaling)
     dqbar = torch.zeros_like(qbar)
     dkeys, dvalues = [], []

@@ -1,0 +1,95 @@
+"""A tiny configuration of every family in the architecture table."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from depthroute.models.architecture import ARCHITECTURES
+from tests.support import SHAPE, trained_like
+
+MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LAYERS = 4
+
+SETTINGS: dict[str, dict] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "starcoder2": {"use_bias": True},
+    "granite": {
+        "residual_multiplier": 0.3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "olmo2": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "phi3": {},
+    "gpt2": {
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": LAYERS,
+        "n_positions": 128,
+        "n_inner": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    "gpt_neox": {"num_key_value_heads": None, "rotary_pct": 0.5},
+    "cohere2": {"sliding_window": 8, "logit_scale": 0.5},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 4, **MOE},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "first_k_dense_replace": 1,
+        "num_mtp_layers": 0,
+        **MOE,
+        **MLA,
+    },
+    "kimi_linear": {
+        "num_experts": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "linear_attn_config": {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4},
+        **MOE,
+        **MLA,
+    },
+}
+
+
+def family_config(family: str, **overrides):
+    config_class = transformers.CONFIG_MAPPING[family]
+    shape = {
+        k: v
+        for k, v in SHAPE.items()
+        if family != "gpt2" or k in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
+    layers = {} if family == "gpt2" else {"num_hidden_layers": LAYERS}
+    settings = shape | layers | SETTINGS[family] | overrides
+    return config_class(**{k: v for k, v in settings.items() if v is not None})
+
+
+def family_model(family: str, seed: int = 0, **overrides):
+    config = family_config(family, **overrides)
+    torch.manual_seed(seed)
+    model = getattr(transformers, ARCHITECTURES[family].causal_lm)(config)
+    model = trained_like(model, seed)
+    if family.startswith("gemma"):  # its norms store the gain minus one
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.sub_(1.0)
+    return model
