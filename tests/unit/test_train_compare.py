@@ -1,3 +1,4 @@
+import io
 import json
 import math
 from dataclasses import replace
@@ -5,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from depthroute import presets
 from depthroute.errors import ConfigError
 from depthroute.train import compare, prepare
 from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
 from depthroute.train.data import TokenData
+from depthroute.train.display import comparison_table, spread
 from depthroute.train.loop import Trainer
 from depthroute.train.methods import METHODS, parse_method, parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
@@ -109,6 +112,18 @@ def test_the_summary_holds_means_spreads_and_paired_differences(finished):
     assert rows["standard"]["routing_parameters"] == 0 < rows["delta"]["routing_parameters"]
     assert rows["delta"]["mean_normalised_max"] == 0.25
     assert set(summary["baselines"]) == {"unigram", "bigram"}
+
+
+def test_the_table_shows_every_row_whole_in_80_columns(finished):
+    rows = [row | {"method": "x0-skip-learned"} for row in finished[1]["rows"]]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(comparison_table(finished[1] | {"rows": rows}))
+    lines = [line for line in console.export_text().splitlines() if "x0-skip-learned" in line]
+    assert len(lines) == 3
+    for line, row in zip(lines, rows, strict=True):
+        assert spread(row["validation_loss"], "{:.3f}") in line
+        assert spread(row["difference"], "{:+.3f}") in line
+        assert "0.250" in line and "x  " in line
 
 
 def test_the_run_directory_alone_gives_the_summary_again(finished):

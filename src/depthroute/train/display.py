@@ -41,9 +41,11 @@ def comparison_table(summary: dict[str, Any]) -> Table:
         caption=f"Validation loss: nats per byte on held-out {summary['data']}; for scale, "
         f"unigram {scale['unigram']:.3f} and bigram {scale['bigram']:.3f}. ± is the sample "
         "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "
-        "relative to standard. Max weight: 0 is uniform, 1 picks one source.",
+        "relative to standard. Max weight: mean over sites, normalised so that 0 is "
+        "uniform and 1 picks one source.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
     table.add_column("\nmethod", no_wrap=True)
     headers = (
@@ -51,10 +53,10 @@ def comparison_table(summary: dict[str, Any]) -> Table:
         "vs\nstandard",
         "params\nadded",
         "\ntokens/s",
-        "norm. max\nweight",
+        "max\nweight",
     )
     for header in headers:
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", no_wrap=True)
     for row in summary["rows"]:
         table.add_row(row["method"], *_cells(row))
     return table
