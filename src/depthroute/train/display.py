@@ -8,10 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -20,13 +19,12 @@ _NONE = "-"
 
 
 def progress_bar(console: Console) -> Progress:
+    """One line of at most 80 columns."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}  {task.fields[rate]} tokens/s"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
+        BarColumn(bar_width=10),
+        TaskProgressColumn(),
+        TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left"),
         TimeRemainingColumn(),
         console=console,
     )
