@@ -59,10 +59,12 @@ class RoutingConfig:
         _one_of("evaluation", self.evaluation, EVALUATIONS)
         for name in ("block_size", "num_blocks", "heads", "stride", "loops", "group_size"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is None and name not in ("heads", "loops"):
+                continue
+            if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"routing.{name}={value!r} must be a whole number of at least 1")
-        if self.recent_window < 0:
-            raise ConfigError(f"routing.recent_window={self.recent_window} must be 0 or more")
+        if not isinstance(self.recent_window, int) or self.recent_window < 0:
+            raise ConfigError(f"routing.recent_window={self.recent_window!r} must be 0 or more")
         if self.eps is not None and self.eps <= 0:
             raise ConfigError(f"routing.eps={self.eps} must be greater than 0")
         if self.block_size is not None and self.num_blocks is not None:

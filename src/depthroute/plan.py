@@ -76,6 +76,8 @@ class Plan:
         """Whether the sources sum to the state at this place; at a block's start they do."""
         routed = self.method in ("attnres", "delta")
         summed = routed and self.sources == "delta" and self.embedding_source
+        if routed and self.sources == "cumulative":
+            return self.boundary(index) and self.num_sources(index) == 1  # the state itself
         return summed and (self.include_partial or self.boundary(index))
 
     @property
@@ -167,6 +169,20 @@ class Plan:
         gates = sum(self.has_gate(i) for i in places)
         return 2 * width * queries + gates
 
+    @property
+    def init_reason(self) -> str:
+        """What this ``init`` means for a pretrained model, in a sentence."""
+        return {
+            "complete": "the sources sum to the residual state and the mix is rescaled to it, so "
+            "zero queries reproduce the model to rounding under any norm",
+            "centered": "weights are softmax minus 1/S, exactly zero at zero queries for any "
+            "sources",
+            "gate": "what routing adds is multiplied by a learned scalar that starts at zero",
+            "paper": "zero queries as published: an identity only where the sources are complete, "
+            "and then up to the norm's eps",
+            "reference": "random queries and the sources of the released code: not an identity",
+        }[self.init]
+
     # two-phase groups
 
     def opens_group(self, index: int) -> bool:
@@ -176,6 +192,7 @@ class Plan:
             and index % self.group_size == 0
             and index < self.num_sublayers
             and self.num_finished(index) > 1
+            and any(self.has_query(i) for i in self.group(index))
         )
 
     def group(self, index: int) -> range:

@@ -89,13 +89,11 @@ class RoutedCausalLM(_Base):
         return None
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
-    ) -> RoutedCausalLM:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but a checkpoint with missing or foreign weights is an error."""
         wants_info = kwargs.pop("output_loading_info", False)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
@@ -103,6 +101,7 @@ class RoutedCausalLM(_Base):
                 f"the weights in {str(pretrained_model_name_or_path)!r} cannot be read: {error}. "
                 "The file is damaged or was cut short; copy it again"
             ) from error
+        model, info = loaded
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             keys = sorted(map(str, info[what]))
             if keys:

@@ -187,8 +187,10 @@ class ResidualStream:
         if self.sites is None:
             return self
         sites = [self.sites.at(i) for i in self.plan.group(self.index)]
-        queries = torch.stack([s.query for s in sites])  # pyright: ignore
-        gains = torch.stack([s.key_weight for s in sites])  # pyright: ignore
+        # a place of the group that does not choose lends its slot to one that does
+        some = next(site for site in sites if site is not None)
+        queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
+        gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
         outputs, lses = ops.depth_mix_group(
             self.sources,
             queries,

@@ -32,18 +32,18 @@ def _scores(
     sliced = queries.view(count, heads, -1)
     for n, source in enumerate(sources):
         s = source.to(dtype)
-        torch.linalg.vector_norm(s.view(tokens, parts, -1), dim=-1, out=norms[n])
+        torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norms[n])
         if heads == 1 and count == 1:
             torch.mv(s, queries[0], out=dots[n].view(tokens))
         else:
-            dots[n] = torch.einsum("nhd,ghd->gnh", s.view(tokens, heads, -1), sliced)
+            dots[n] = torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced)
     rstd = norms.square_().mul_(parts / width).add_(eps).rsqrt_()
     return rstd, dots.mul_(rstd.unsqueeze(1))
 
 
 def _pair_dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
     """a . b per token and head: [N, H]."""
-    a, b = a.view(a.shape[0], heads, -1), b.view(b.shape[0], heads, -1)
+    a, b = a.unflatten(-1, (heads, -1)), b.unflatten(-1, (heads, -1))
     return torch.linalg.vecdot(a, b)
 
 
@@ -80,9 +80,11 @@ def mix_forward(
     total = exponentials.sum(0)
     lse = top + total.log()
     # scale/total before multiplying: weights are exactly 1 at zero queries when scale is S
-    weights = exponentials * (scale / total)
+    # (tensor by tensor: a Python number over a tensor is a rounded reciprocal and a product)
+    scales = torch.full_like(total, scale)
+    weights = exponentials * (scales / total)
     if centered:
-        weights -= scale / every.shape[0]
+        weights -= scales / torch.full_like(total, every.shape[0])
     values = list(sources) if prior is None else [prior, *sources]
     out = torch.zeros(tokens, width, dtype=dtype, device=device)
     if residual is not None:
@@ -116,7 +118,7 @@ def mix_backward(
         dx = dx * scale
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
     values = list(sources) if prior is None else [prior, *sources]
-    alpha = (every - lse).exp_()
+    alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
     u = torch.empty_like(alpha)
     for n, value in enumerate(values):
         u[n] = _pair_dot(dx, value.to(dtype), heads)
@@ -158,7 +160,7 @@ def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) 
     if heads == 1:
         dquery.addmv_(s.t(), through.squeeze(-1))
     else:
-        grouped = torch.einsum("nh,nhd->hd", through, s.view(s.shape[0], heads, -1))
+        grouped = torch.einsum("nh,nhd->hd", through, s.unflatten(-1, (heads, -1)))
         dquery.add_(grouped.reshape(-1))
 
 

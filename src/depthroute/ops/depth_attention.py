@@ -49,11 +49,17 @@ def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
                 f"keys[{n}] {tuple(key.shape)} and values[{n}] {tuple(value.shape)} differ from "
                 f"the first, {tuple(keys[0].shape)} and {tuple(values[0].shape)}"
             )
-    key = keys[0]
-    if key.shape[-1] != query.shape[-1] or query.shape[1] % key.shape[1]:
+    key, value = keys[0], values[0]
+    same = query.shape[0::2] == key.shape[0::2] and query.shape[-1] == key.shape[-1]
+    if not same or query.shape[1] % key.shape[1]:
         raise DepthrouteError(
-            f"query {tuple(query.shape)} does not fit keys {tuple(key.shape)}: head sizes must be "
-            "equal and the KV heads must divide the query heads"
+            f"query {tuple(query.shape)} does not fit keys {tuple(key.shape)}: batch, tokens and "
+            "head sizes must be equal and the KV heads must divide the query heads"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise DepthrouteError(
+            f"values {tuple(value.shape)} do not fit keys {tuple(key.shape)}: batch, KV heads and "
+            "tokens must be equal"
         )
 
 

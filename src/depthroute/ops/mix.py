@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute.errors import DepthrouteError
+from depthroute.errors import DepthrouteError, unknown
 from depthroute.ops import _torch, reference
 from depthroute.ops.backends import choose
 
@@ -42,7 +42,7 @@ def depth_mix(
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
     0.5
     """
-    _check_sources(sources, query, key_weight, residual, heads)
+    _check_sources(sources, query, key_weight, residual, heads, head_norm)
     choose("depth_mix", query.device.type, backend)
     x = _call(
         sources, query, key_weight, residual, None, None, eps, heads, head_norm, centered, scale
@@ -66,13 +66,19 @@ def depth_mix_group(
     head_norm: str = "full",
 ) -> tuple[Tensor, Tensor]:
     """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H]."""
-    _check_sources(sources, queries[0], None, None, heads)
+    _check_sources(sources, queries[0], None, None, heads, head_norm)
+    if key_weights is not None and key_weights.shape != queries.shape:
+        raise DepthrouteError(
+            f"key_weights has shape {tuple(key_weights.shape)} and queries "
+            f"{tuple(queries.shape)}; give one gain per query"
+        )
     choose("depth_mix_group", queries.device.type, backend)
     shape = sources[0].shape
     q = _fold(queries, key_weights, sources[0].dtype)
     flat = [_flat(s) for s in sources]
     out, lse, _, _ = torch.ops.depthroute.depth_mix_group(flat, q, eps, heads, head_norm == "slice")
-    return out.view(-1, *shape), lse.view(-1, *shape[:-1], heads)
+    count = queries.shape[0]
+    return out.view(count, *shape), lse.view(count, *shape[:-1], heads)
 
 
 def depth_mix_merge(
@@ -91,7 +97,9 @@ def depth_mix_merge(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
-    _check_sources([*sources, prior], query, key_weight, residual, heads, same_dtype=False)
+    _check_sources(
+        [*sources, prior], query, key_weight, residual, heads, head_norm, same_dtype=False
+    )
     choose("depth_mix_merge", query.device.type, backend)
     example = residual if residual is not None else (sources[0] if sources else prior)
     return _call(
@@ -157,10 +165,13 @@ def _check_sources(
     key_weight: Tensor | None,
     residual: Tensor | None,
     heads: int,
+    head_norm: str,
     same_dtype: bool = True,
 ) -> None:
     if len(sources) == 0:
         raise DepthrouteError("sources is empty; depth_mix needs at least one tensor [..., D]")
+    if head_norm not in ("full", "slice"):
+        raise unknown("head_norm", head_norm, ("full", "slice"))
     first = sources[0]
     for n, source in enumerate(sources):
         if source.shape != first.shape:
@@ -269,7 +280,7 @@ def _mix_setup(ctx, inputs, output) -> None:
 def _mix_backward(ctx, grad, *_):
     *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
     if grad is None:
-        return (None,) * 11
+        return [None] * len(sources), *(None,) * 10
     options = ctx.heads, ctx.centered, ctx.scale
     dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, *options

@@ -1,0 +1,10 @@
+"""The command line. Thin: options in, one call, one table or JSON out.
+
+One module per group of commands; importing it registers them. Imports that need torch happen
+inside the commands, so that `--help` is quick.
+"""
+
+from depthroute.cli import about, compare, convert
+from depthroute.cli.app import app, main
+
+__all__ = ["about", "app", "compare", "convert", "main"]

@@ -1,0 +1,3 @@
+from depthroute.cli import main
+
+main()

@@ -1,0 +1,53 @@
+"""`depthroute presets` and `depthroute env`: what there is and what is here."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from depthroute.cli.app import AsJson, app
+
+
+@app.command(epilog="Example: `depthroute presets --json`")
+def presets(as_json: AsJson = False) -> None:
+    """List the presets: model shapes with their published training settings."""
+    from depthroute.presets import PRESETS
+
+    if as_json:
+        print(json.dumps([p.to_dict() for p in PRESETS.values()], indent=2))
+        return
+    table = Table()
+    for name in ("preset", "what it is", "routing", "steps", "lr"):
+        table.add_column(name)
+    for preset in PRESETS.values():
+        routing = ", ".join(f"{key}={value}" for key, value in preset.routing.to_dict().items())
+        recipe = preset.recipe
+        table.add_row(
+            preset.name, preset.summary, routing, str(recipe.steps or "-"), str(recipe.lr or "-")
+        )
+    Console().print(table)
+
+
+@app.command(epilog="Example: `depthroute env --json`")
+def env(as_json: AsJson = False) -> None:
+    """Versions, devices, and which backend each operator uses here and why."""
+    from depthroute.train import environment
+
+    found: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    commit = f" (commit {found['commit']})" if found["commit"] else ""
+    console.print(f"depthroute {found['depthroute']}{commit}")
+    console.print(f"python {found['python']} on {found['platform']}")
+    for name, version in found["packages"].items():
+        console.print(f"{name} {version or 'not installed'}")
+    for device in found["devices"]:
+        details = ", ".join(f"{k} {v}" for k, v in device.items() if k not in ("device", "name"))
+        console.print(f"{device['device']}: {device['name']}, {details}")
+    for choice in found["backends"]:
+        console.print(f"{choice['op']}: {choice['backend']} ({choice['reason']})")

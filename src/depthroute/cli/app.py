@@ -1,0 +1,36 @@
+"""The application object, what every command shares, and the entry point."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from depthroute.errors import DepthrouteError
+
+app = typer.Typer(
+    help="Learned routing over depth for Transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps sub-commands sub-commands, however many there are."""
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit status 2."""
+    try:
+        app()
+    except DepthrouteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,126 @@
+"""`depthroute convert`: a pretrained checkpoint to a routed one, with its proof of identity."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from depthroute.cli.app import AsJson, app
+
+Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
+Method = Annotated[str, typer.Option(help="attnres, delta, x0_skip, depth_attention or standard.")]
+NumBlocks = Annotated[int | None, typer.Option(help="Blocks; left out, one source per sublayer.")]
+BlockSize = Annotated[int | None, typer.Option(help="Sublayers per block, instead of blocks.")]
+Init = Annotated[
+    str | None,
+    typer.Option(help="complete, centered, gate, paper or reference; left out, an identity."),
+]
+RoutingSettings = Annotated[
+    list[str] | None,
+    typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
+]
+
+PROBE = (
+    "The residual stream of a Transformer adds what every layer found to what all layers before "
+    "it found. Routing over depth lets each layer choose among those contributions instead."
+)
+"""Measured on when no text is given: short, and in every tokenizer's reach."""
+
+
+def routing_config(
+    method: str,
+    num_blocks: int | None,
+    block_size: int | None,
+    init: str | None,
+    assignments: list[str] | None,
+) -> Any:
+    """A RoutingConfig from command-line options."""
+    from depthroute.config import RoutingConfig
+    from depthroute.errors import ConfigError
+
+    values: dict[str, Any] = {"method": method}
+    given = {"num_blocks": num_blocks, "block_size": block_size, "init": init}
+    values |= {name: value for name, value in given.items() if value is not None}
+    for assignment in assignments or []:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--routing {assignment!r} must be key=value, such as heads=4")
+        try:
+            values[name] = json.loads(value)
+        except json.JSONDecodeError:
+            values[name] = value
+    return RoutingConfig.from_dict(values)
+
+
+@app.command(
+    epilog="Example: `depthroute convert --base ./SmolLM2-135M --method delta --num-blocks 4 "
+    "--out ./smol-delta --text wiki.txt`"
+)
+def convert(
+    base: Base,
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    method: Method = "delta",
+    num_blocks: NumBlocks = None,
+    block_size: BlockSize = None,
+    init: Init = None,
+    routing: RoutingSettings = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text to measure the identity on; left out, a sentence.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest logit difference that is accepted.")
+    ] = 1e-3,
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Write the model whatever the difference.")
+    ] = False,
+    adapter_only: Annotated[
+        bool, typer.Option("--adapter-only", help="Write the routing parameters alone.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a checkpoint and print how far its logits moved on real text.
+
+    The measurement is made in fp32 on the weights as stored; above the tolerance nothing is
+    written. The checkpoint keeps its own dtype.
+    """
+    from depthroute.models.command import convert_checkpoint
+
+    settings = routing_config(method, num_blocks, block_size, init, routing)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    with notes.status("converting"):
+        result = convert_checkpoint(
+            base,
+            out,
+            settings,
+            text=PROBE if text is None else _read(text),
+            num_tokens=tokens,
+            tolerance=None if allow_drift else tolerance,
+            adapter_only=adapter_only,
+        )
+    if as_json:
+        print(json.dumps(asdict(result), indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"init: {result.init} ({result.reason})")
+    console.print(str(result.identity))
+    console.print(
+        f"{result.num_routing_parameters:,} routing parameters at {result.num_sites} sites, "
+        f"{100 * result.num_routing_parameters / result.num_parameters:.4f}% of "
+        f"{result.num_parameters:,}"
+    )
+    console.print(f"written: {result.path}")
+
+
+def _read(path: Path) -> str:
+    from depthroute.errors import DepthrouteError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DepthrouteError(f"cannot read --text {str(path)!r}: {error}") from error

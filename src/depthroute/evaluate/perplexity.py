@@ -1,0 +1,132 @@
+"""Perplexity and bits per byte of a text under a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from depthroute.errors import DepthrouteError
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    perplexity: float
+    """exp of the mean nats per predicted token."""
+    nats_per_token: float
+    bits_per_byte: float | None
+    """All nats over all bytes of the text; None when only tokens were given."""
+    num_tokens: int
+    """Predicted tokens."""
+    window: int
+    stride: int
+
+    def __str__(self) -> str:
+        byte = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits per byte"
+        return (
+            f"perplexity {self.perplexity:.4f} ({self.nats_per_token:.5f} nats per token{byte}) "
+            f"over {self.num_tokens} tokens, window {self.window}, stride {self.stride}"
+        )
+
+
+@torch.no_grad()
+def perplexity(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    window: int = 1024,
+    stride: int | None = None,
+    batch_size: int = 1,
+    num_bytes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PerplexityReport:
+    """Score ``input_ids`` [T] once: every token but the first is predicted exactly once.
+
+    The text is cut into windows of ``window`` tokens that advance by ``stride`` (default: the
+    whole window, less one token so that each window's first token is predicted by the one before).
+    A smaller stride gives every token more context, at proportional cost.
+    """
+    ids = input_ids.flatten()
+    if ids.numel() < 2:
+        raise DepthrouteError(f"perplexity needs at least 2 tokens, not {ids.numel()}")
+    if window < 2:
+        raise DepthrouteError(f"window={window} must be at least 2 tokens")
+    stride = window - 1 if stride is None else stride
+    if not 1 <= stride <= window - 1:
+        raise DepthrouteError(f"stride={stride} must be between 1 and window - 1 = {window - 1}")
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total, count, seen = 0.0, 0, 1
+    pending: list[tuple[int, int]] = []
+    spans = _spans(ids.numel(), window, stride)
+    try:
+        for number, (begin, end) in enumerate(spans):
+            pending.append((begin, end))
+            last = number + 1 == len(spans)
+            alike = not last and _length(spans[number + 1]) == _length(pending[0])
+            if len(pending) < batch_size and alike:
+                continue
+            batch = torch.stack([ids[b:e] for b, e in pending]).to(device)
+            losses = _losses(model, batch)
+            for row, (b, e) in zip(losses, pending, strict=True):
+                fresh = row[max(seen, b + 1) - b - 1 :]
+                total += fresh.double().sum().item()
+                count += fresh.numel()
+                seen = e
+            pending = []
+            if progress is not None:
+                progress(seen, ids.numel())
+    finally:
+        model.train(was_training)
+    mean = total / count
+    return PerplexityReport(
+        perplexity=math.exp(mean),
+        nats_per_token=mean,
+        bits_per_byte=None if num_bytes is None else total / math.log(2) / num_bytes,
+        num_tokens=count,
+        window=window,
+        stride=stride,
+    )
+
+
+def _losses(model: Any, batch: Tensor) -> Tensor:
+    """Nats of every token of each row but the first."""
+    logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
+    nats = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+    return nats.view(batch.shape[0], -1)
+
+
+def _spans(total: int, window: int, stride: int) -> list[tuple[int, int]]:
+    spans, begin = [], 0
+    while True:
+        end = min(begin + window, total)
+        spans.append((begin, end))
+        if end == total:
+            return spans
+        begin += stride
+
+
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def text_perplexity(
+    model: Any, tokenizer: Any, text: str, *, add_bos: bool = False, **options: Any
+) -> PerplexityReport:
+    """:func:`perplexity` of a text, with bits per byte of its UTF-8 form.
+
+    ``add_bos`` puts the tokenizer's beginning-of-text token in front of the whole text, for models
+    that expect one.
+    """
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+    if add_bos:
+        if tokenizer.bos_token_id is None:
+            raise DepthrouteError("add_bos was asked for and the tokenizer has no such token")
+        ids = torch.cat([torch.tensor([[tokenizer.bos_token_id]]), ids], 1)
+    return perplexity(model, ids, num_bytes=len(text.encode()), **options)

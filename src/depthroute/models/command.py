@@ -1,0 +1,98 @@
+"""Converting a checkpoint on disk: load, convert, measure, write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import CheckpointError, DepthrouteError
+from depthroute.models import saving
+from depthroute.models.architecture import architecture_for
+from depthroute.models.convert import IdentityError, IdentityReport, convert, identity_report
+
+
+@dataclass(frozen=True)
+class Conversion:
+    path: str
+    init: str
+    reason: str
+    identity: IdentityReport
+    num_parameters: int
+    num_routing_parameters: int
+    num_sites: int
+
+
+def load_plain(base: str, dtype: Any = "auto") -> Any:
+    """A plain model of a supported family; one clear error for anything else."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(base)
+        architecture_for(config)
+        if hasattr(config, "routing"):
+            raise CheckpointError(
+                f"{base!r} is already routed; give the plain checkpoint it was made from"
+            )
+        return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    except DepthrouteError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load {base!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_tokenizer(base: str) -> Any:
+    try:
+        return transformers.AutoTokenizer.from_pretrained(base)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot load a tokenizer from {base!r}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def convert_checkpoint(
+    base: str,
+    out: Path,
+    routing: RoutingConfig,
+    *,
+    text: str,
+    num_tokens: int,
+    tolerance: float | None,
+    adapter_only: bool = False,
+) -> Conversion:
+    """Convert ``base`` into ``out``; above ``tolerance`` nothing is written (None accepts any)."""
+    plain = load_plain(base)
+    tokenizer = load_tokenizer(base)
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
+    routed = convert(plain, routing)
+    dtype = plain.dtype
+    report = _measured_in_fp32(plain, routed, ids)
+    if tolerance is not None and not report.max_difference <= tolerance:
+        raise IdentityError(report, tolerance, routed.plan.init)
+    routed.to(dtype)
+    with saving.replacing(out) as folder:
+        routed.save_pretrained(folder / "model", adapter_only=adapter_only)
+        for file in (folder / "model").iterdir():
+            file.rename(folder / file.name)
+        (folder / "model").rmdir()
+        if not adapter_only:
+            tokenizer.save_pretrained(folder)
+    parameters = sum(p.numel() for p in routed.parameters())
+    return Conversion(
+        path=str(out),
+        init=routed.plan.init,
+        reason=routed.plan.init_reason,
+        identity=report,
+        num_parameters=parameters,
+        num_routing_parameters=sum(p.numel() for p in routed.routing_parameters()),
+        num_sites=len(routed.sites),
+    )
+
+
+def _measured_in_fp32(plain: Any, routed: Any, ids: torch.Tensor) -> IdentityReport:
+    """Both share their weights; widening is exact, so the stored weights are what is measured."""
+    plain.float()
+    routed.float()
+    return identity_report(plain, routed, ids)
