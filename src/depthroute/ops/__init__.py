@@ -5,7 +5,7 @@ choose a backend (:func:`backend_report` says which and why).
 """
 
 from depthroute.ops import reference
-from depthroute.ops.backends import BackendChoice, backend_report
+from depthroute.ops.backends import BackendChoice, backend_report, record_backends
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
 
@@ -16,5 +16,6 @@ __all__ = [
     "depth_mix",
     "depth_mix_group",
     "depth_mix_merge",
+    "record_backends",
     "reference",
 ]

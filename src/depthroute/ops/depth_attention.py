@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import _torch
-from depthroute.ops.backends import choose
+from depthroute.ops.backends import choose, ran
 
 
 def depth_attention_mix(
@@ -30,7 +30,7 @@ def depth_attention_mix(
     rotated and un-rotated ones give the same weights.
     """
     _check(query, keys, values)
-    choose("depth_attention_mix", query.device.type, backend)
+    choose("depth_attention_mix", query.device.type, "torch" if backend == "auto" else backend)
     scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     mixed, weights = torch.ops.depthroute.depth_attention_mix(
         query, list(keys), list(values), scaling
@@ -61,6 +61,7 @@ def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
 def _attention_mix(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
 ) -> tuple[Tensor, Tensor]:
+    ran("depth_attention_mix", "torch")
     return _torch.attention_mix_forward(query, keys, values, scaling)
 
 
@@ -80,6 +81,7 @@ def _attention_mix_backward(
     weights: Tensor,
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ran("depth_attention_mix_backward", "torch")
     return _torch.attention_mix_backward(grad, query, keys, values, weights, scaling)
 
 

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.ops import _torch, reference
-from depthroute.ops.backends import choose
+from depthroute.ops import (
+    _torch,
+    _triton_mix,  # noqa: F401 registers the ops over the kernels
+    reference,
+)
+from depthroute.ops.backends import choose, ran
 
 
 def depth_mix(
@@ -30,12 +34,15 @@ def depth_mix(
     head_norm: str = "full",
     centered: bool = False,
     scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
     return_weights: bool = False,
 ) -> Any:
     """``x = scale * (residual + sum_n softmax_n(query . RMSNorm(s_n)) s_n)``.
 
     ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``. With
-    ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
+    ``norm_weight`` [D] returns ``x`` and ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm.
+    With ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
     :func:`depthroute.ops.reference.depth_mix` for the definition.
 
     >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
@@ -43,16 +50,33 @@ def depth_mix(
     0.5
     """
     _check_sources(sources, query, key_weight, residual, heads)
-    choose("depth_mix", query.device.type, backend)
+    backend = choose(
+        "depth_mix", query.device.type, backend, _widest(sources, residual), query.shape[0]
+    ).backend
     x = _call(
-        sources, query, key_weight, residual, None, None, eps, heads, head_norm, centered, scale
+        sources,
+        query,
+        key_weight,
+        residual,
+        None,
+        None,
+        norm_weight,
+        eps,
+        heads,
+        head_norm,
+        centered,
+        scale,
+        norm_eps,
+        None,
+        backend,
     )
     if not return_weights:
         return x
     logits = reference.depth_logits(
         sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
     )
-    return x, torch.softmax(logits, dim=0)
+    weights = torch.softmax(logits, dim=0)
+    return (x, weights) if norm_weight is None else (*x, weights)
 
 
 def depth_mix_group(
@@ -67,7 +91,7 @@ def depth_mix_group(
 ) -> tuple[Tensor, Tensor]:
     """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H]."""
     _check_sources(sources, queries[0], None, None, heads)
-    choose("depth_mix_group", queries.device.type, backend)
+    choose("depth_mix_group", queries.device.type, "torch" if backend == "auto" else backend)
     shape = sources[0].shape
     q = _fold(queries, key_weights, sources[0].dtype)
     flat = [_flat(s) for s in sources]
@@ -89,10 +113,13 @@ def depth_mix_merge(
     head_norm: str = "full",
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Any:
     """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
     _check_sources([*sources, prior], query, key_weight, residual, heads, same_dtype=False)
-    choose("depth_mix_merge", query.device.type, backend)
+    widest = _widest([*sources, prior, prior_lse], residual)
+    backend = choose("depth_mix_merge", query.device.type, backend, widest, query.shape[0]).backend
     example = residual if residual is not None else (sources[0] if sources else prior)
     return _call(
         sources,
@@ -101,12 +128,15 @@ def depth_mix_merge(
         residual,
         prior,
         prior_lse,
+        norm_weight,
         eps,
         heads,
         head_norm,
         False,
         scale,
+        norm_eps,
         dtype or example.dtype,
+        backend,
     )
 
 
@@ -117,28 +147,42 @@ def _call(
     residual: Tensor | None,
     prior: Tensor | None,
     prior_lse: Tensor | None,
+    norm_weight: Tensor | None,
     eps: float,
     heads: int,
     head_norm: str,
     centered: bool,
     scale: float,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    norm_eps: float,
+    dtype: torch.dtype | None,
+    backend: str,
+) -> Any:
     example = sources[0] if prior is None else prior
-    out = torch.ops.depthroute.depth_mix(
+    tensors = (
         [_flat(s) for s in sources],
         _fold(query, key_weight, example.dtype),
         None if residual is None else _flat(residual),
         None if prior is None else _flat(prior),
         None if prior_lse is None else _flat(prior_lse),
-        eps,
-        heads,
-        head_norm == "slice",
-        centered,
-        scale,
-        dtype or example.dtype,
     )
-    return out[0].view(example.shape)
+    options = eps, heads, head_norm == "slice", centered, scale
+    dtype = dtype or example.dtype
+    if backend == "triton":
+        x, y, *_ = torch.ops.depthroute.depth_mix_triton(
+            *tensors, norm_weight, *options, norm_eps, dtype
+        )
+        x = x.view(example.shape)
+        return x if norm_weight is None else (x, y.view(example.shape))
+    x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0].view(example.shape)
+    return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
+
+
+def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
+    """The dtype that decides whether the kernels take these tensors."""
+    dtype = tensors[0].dtype if residual is None else residual.dtype
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -209,6 +253,7 @@ def _depth_mix(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ran("depth_mix", "torch")
     return _torch.mix_forward(
         sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
     )
@@ -240,6 +285,7 @@ def _depth_mix_backward(
     centered: bool,
     scale: float,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    ran("depth_mix_backward", "torch")
     return _torch.mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale
     )
@@ -289,6 +335,7 @@ torch.library.register_autograd("depthroute::depth_mix", _mix_backward, setup_co
 def _depth_mix_group(
     sources: list[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ran("depth_mix_group", "torch")
     return _torch.group_forward(sources, queries, eps, heads, slice_norm)
 
 
@@ -314,6 +361,7 @@ def _depth_mix_group_backward(
     lse: Tensor,
     heads: int,
 ) -> tuple[list[Tensor], Tensor]:
+    ran("depth_mix_group_backward", "torch")
     return _torch.group_backward(grad, grad_lse, sources, queries, rstd, logits, lse, heads)
 
 
