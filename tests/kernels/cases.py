@@ -128,3 +128,49 @@ class MixCase:
             kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
         assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
         assert_within_budget(exact, native, kernel)
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    sources: int
+    queries: int
+    tokens: int
+    width: int
+    heads: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    head_norm: str = "full"
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        made = {
+            f"source {n}": torch.randn(self.tokens, self.width, device=device).to(self.dtype)
+            for n in range(self.sources)
+        }
+        shape = (self.queries, self.width)
+        made["queries"] = torch.randn(shape, device=device) / self.width**0.5 * 2
+        made["key weights"] = torch.rand(shape, device=device) + 0.5
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        sources = [given[f"source {n}"] for n in range(self.sources)]
+        function = reference.depth_mix_group if backend is None else ops.depth_mix_group
+        options: dict = {"heads": self.heads, "head_norm": self.head_norm}
+        if backend is not None:
+            options["backend"] = backend
+        return function(sources, given["queries"], given["key weights"], **options)
+
+    def check(self, device: str) -> None:
+        inputs = self.inputs(device)
+        grads = [
+            torch.randn(self.queries, self.tokens, last, device=device)
+            for last in (self.width, self.heads)
+        ]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
+        assert set(ran) == {("depth_mix_group", "triton"), ("depth_mix_group_backward", "triton")}
+        assert_within_budget(exact, native, kernel)

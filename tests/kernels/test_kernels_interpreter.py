@@ -15,7 +15,7 @@ import torch
 
 from depthroute import ops
 from depthroute.errors import BackendError
-from tests.kernels.cases import MixCase
+from tests.kernels.cases import GroupCase, MixCase
 
 pytest.importorskip("triton")
 
@@ -76,6 +76,21 @@ def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
     MixCase(5, 9, 256, dtype=dtype).check("cpu")
     MixCase(5, 9, 256, heads=4, dtype=dtype, scale=5.0).check("cpu")
     MixCase(5, 9, 256, norm=True, dtype=dtype).check("cpu")
+
+
+GROUP = [
+    GroupCase(3, 1, 3, 96, dtype=fp32),
+    GroupCase(3, 5, 3, 96, heads=4),
+    GroupCase(5, 3, 4, 96, heads=3, head_norm="slice"),
+    GroupCase(2, 2, 2, 1000, dtype=fp16),
+    GroupCase(2, 6, 2, 384),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", GROUP, ids=str)
+def test_phase_one_keeps_the_error_budget(case: GroupCase):
+    case.check("cpu")
 
 
 @interpreted

@@ -16,7 +16,8 @@ from torch import Tensor
 from depthroute.errors import DepthrouteError
 from depthroute.ops import (
     _torch,
-    _triton_mix,  # noqa: F401 registers the ops over the kernels
+    _triton_group,  # noqa: F401 registers the ops over the kernels
+    _triton_mix,  # noqa: F401
     reference,
 )
 from depthroute.ops.backends import choose, ran
@@ -88,14 +89,28 @@ def depth_mix_group(
     backend: str = "auto",
     *,
     head_norm: str = "full",
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H]."""
+    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H].
+
+    Outputs are not rounded unless a ``dtype`` is given: the sources' dtype halves what phase 2
+    reads, for one more rounding.
+    """
     _check_sources(sources, queries[0], None, None, heads)
-    choose("depth_mix_group", queries.device.type, "torch" if backend == "auto" else backend)
     shape = sources[0].shape
+    backend = choose(
+        "depth_mix_group", queries.device.type, backend, _widest(sources, None), shape[-1]
+    ).backend
     q = _fold(queries, key_weights, sources[0].dtype)
     flat = [_flat(s) for s in sources]
-    out, lse, _, _ = torch.ops.depthroute.depth_mix_group(flat, q, eps, heads, head_norm == "slice")
+    options = eps, heads, head_norm == "slice"
+    if backend == "triton":
+        out, lse, *_ = torch.ops.depthroute.depth_mix_group_triton(
+            flat, q, *options, dtype or q.dtype
+        )
+    else:
+        out, lse, *_ = torch.ops.depthroute.depth_mix_group(flat, q, *options)
+        out = out.to(dtype or out.dtype)
     return out.view(-1, *shape), lse.view(-1, *shape[:-1], heads)
 
 

@@ -90,6 +90,22 @@ def backward_launch(block: Tiles, num_sources: int) -> Launch:
     return Launch(2 if num_sources > 1 else 1, _warps(block.elements, 16), 1, 4)
 
 
+def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
+    """Also the queries that one program takes; their rows share its registers."""
+    at_once = min(4, triton.next_power_of_2(num_queries))
+    warps = _warps(block.elements * at_once, 32)
+    # more warps than a tile has vectors of 8 would spread the queries over warps
+    warps = max(1, min(warps, 8, block.heads * block.columns // 256))
+    return Launch(1, warps, 1, 0), at_once
+
+
+def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
+    """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
+    per_thread = max(2, min(8, 32 // all_queries))
+    columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
+    return columns, Launch(2, max(1, min(4, columns // (32 * per_thread))), 1, 16)
+
+
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
