@@ -174,3 +174,53 @@ class GroupCase:
             kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
         assert set(ran) == {("depth_mix_group", "triton"), ("depth_mix_group_backward", "triton")}
         assert_within_budget(exact, native, kernel)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    layers: int
+    batch: int
+    tokens: int
+    query_heads: int
+    heads: int
+    width: int
+    value_width: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    transposed: bool = True
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        def draw(heads: int, width: int) -> Tensor:
+            x = torch.randn(self.batch, self.tokens, heads, width, device=device).to(self.dtype)
+            return x.transpose(1, 2) if self.transposed else x.transpose(1, 2).contiguous()
+
+        made = {"query": draw(self.query_heads, self.width)}
+        for n in range(self.layers):
+            made[f"key {n}"] = draw(self.heads, self.width)
+            made[f"value {n}"] = draw(self.heads, self.value_width or self.width)
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        keys = [given[f"key {n}"] for n in range(self.layers)]
+        values = [given[f"value {n}"] for n in range(self.layers)]
+        function = ops.depth_attention_mix if backend else reference.depth_attention_mix
+        options = {"backend": backend} if backend else {}
+        return function(given["query"], keys, values, return_weights=True, **options)
+
+    def check(self, device: str) -> None:
+        inputs = self.inputs(device)
+        shape = (self.batch, self.heads, self.tokens, self.value_width or self.width)
+        grads = [torch.randn(shape, device=device).to(self.dtype)]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)[:1]
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g)[:1], inputs, grads)
+        name = "depth_attention_mix"
+        assert ran == {(name, "triton"): 1, (f"{name}_backward", "triton"): 1}
+        assert_within_budget(exact, native, kernel)
+        with torch.no_grad():
+            expected, found = self.call(None, **inputs)[1], self.call("triton", **inputs)[1]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

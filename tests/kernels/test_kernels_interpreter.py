@@ -15,7 +15,7 @@ import torch
 
 from depthroute import ops
 from depthroute.errors import BackendError
-from tests.kernels.cases import GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, GroupCase, MixCase
 
 pytest.importorskip("triton")
 
@@ -90,6 +90,19 @@ GROUP = [
 @interpreted
 @pytest.mark.parametrize("case", GROUP, ids=str)
 def test_phase_one_keeps_the_error_budget(case: GroupCase):
+    case.check("cpu")
+
+
+ATTENTION = [
+    AttentionCase(3, 2, 5, 4, 2, 16),
+    AttentionCase(1, 1, 3, 2, 2, 24, value_width=40, dtype=fp32),
+    AttentionCase(4, 2, 5, 6, 2, 48, dtype=fp16, transposed=False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
     case.check("cpu")
 
 

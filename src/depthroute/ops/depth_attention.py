@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.ops import _torch
+from depthroute.ops import (
+    _torch,
+    _triton_attention,  # noqa: F401 registers the ops over the kernels
+)
 from depthroute.ops.backends import choose, ran
 
 
@@ -30,12 +33,22 @@ def depth_attention_mix(
     rotated and un-rotated ones give the same weights.
     """
     _check(query, keys, values)
-    choose("depth_attention_mix", query.device.type, "torch" if backend == "auto" else backend)
     scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    mixed, weights = torch.ops.depthroute.depth_attention_mix(
-        query, list(keys), list(values), scaling
-    )
+    choice = choose("depth_attention_mix", query.device.type, backend, *_limits(query, values))
+    keys, values = list(keys), list(values)
+    if choice.backend == "triton":
+        mixed, logits, lse = torch.ops.depthroute.depth_attention_mix_triton(
+            query, keys, values, scaling
+        )
+        return (mixed, (logits - lse).exp()) if return_weights else mixed
+    mixed, weights = torch.ops.depthroute.depth_attention_mix(query, keys, values, scaling)
     return (mixed, weights) if return_weights else mixed
+
+
+def _limits(query: Tensor, values: Sequence[Tensor]) -> tuple[torch.dtype, int]:
+    """The widest dtype and width, which decide whether the kernels take them."""
+    dtype = torch.promote_types(query.dtype, values[-1].dtype)
+    return dtype, max(query.shape[-1], values[-1].shape[-1])
 
 
 def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:

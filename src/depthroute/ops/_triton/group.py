@@ -18,6 +18,8 @@ import triton.language as tl
 
 from depthroute.ops._triton.blocks import over_sources, pointers
 
+SIZES = ["N", "S", "G"]  # a size of 1 must not become a constant, nor each size a kernel
+
 
 @triton.jit
 def _load_queries(
@@ -69,7 +71,7 @@ def _dots(s, q, NT: tl.constexpr):
     return tl.sum(v, 3, keep_dims=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_forward_kernel(
     p_sources,
     p_queries,
@@ -149,7 +151,7 @@ def group_forward_kernel(
             tl.store(p, b_out, m_g & m_h & (o_c < DH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_scores_kernel(
     p_sources,
     p_grad,
@@ -198,7 +200,7 @@ def group_scores_kernel(
     tl.store(p_delta + (i_row * G + o_g) * H + o_h, b_delta, m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_coefficients_kernel(
     p_logits,
     p_lse,
@@ -247,7 +249,7 @@ def group_coefficients_kernel(
         tl.store(p_pull + o_norm, b_pull * b_rstd * b_rstd / (H * DH // NORMS), m_norm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_gradients_kernel(
     p_sources,
     p_outputs,

@@ -93,9 +93,9 @@ def backward_launch(block: Tiles, num_sources: int) -> Launch:
 def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
     """Also the queries that one program takes; their rows share its registers."""
     at_once = min(4, triton.next_power_of_2(num_queries))
-    warps = _warps(block.elements * at_once, 32)
-    # more warps than a tile has vectors of 8 would spread the queries over warps
-    warps = max(1, min(warps, 8, block.heads * block.columns // 256))
+    while at_once > 1 and block.elements * at_once > 16384:  # 64 a thread of 8 warps
+        at_once //= 2
+    warps = min(8, _warps(block.elements * at_once, 32))
     return Launch(1, warps, 1, 0), at_once
 
 

@@ -31,8 +31,10 @@ from depthroute.ops._triton.blocks import (
     zero_row,
 )
 
+SIZES = ["N", "S"]  # a size of 1 must not become a constant, nor each size a kernel
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def mix_forward_kernel(
     p_sources,
     p_query,
@@ -149,7 +151,7 @@ def mix_forward_kernel(
             tl.store(p_norm_rstd + i_row + tl.zeros([1, 1, 1], tl.int32), b_norm)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def mix_backward_kernel(
     p_sources,
     p_outputs,
