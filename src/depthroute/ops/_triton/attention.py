@@ -19,7 +19,7 @@ SIZES = ["rows", "T", "J"]  # a size of 1 must not become a constant, nor each s
 @triton.jit
 def _address(p_list, j, COUNT: tl.constexpr, DTYPE: tl.constexpr):
     """Address [1, 1] of tensor ``j`` of a list."""
-    return tl.reshape(pointers(p_list, j + tl.arange(0, 1), COUNT, DTYPE), [1, 1])
+    return pointers(p_list, j + tl.arange(0, 1), COUNT, DTYPE)[:, None]
 
 
 @triton.jit

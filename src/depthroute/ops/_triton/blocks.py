@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def pointers(p_sources, o_n, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Addresses of the sources ``o_n`` [BS].
+    """Addresses [BS] of the sources ``o_n`` [BS].
 
     Up to a few sources come as kernel arguments (a tuple of COUNT, chosen by selects), more as a
     table of int64 in device memory (COUNT = 0). ``o_n`` must be below the number of sources.
@@ -25,7 +25,7 @@ def pointers(p_sources, o_n, COUNT: tl.constexpr, DTYPE: tl.constexpr):
         for i in tl.static_range(COUNT):
             p = tl.where(o_n == i, p_sources[i].to(tl.int64), p)
     p = p.to(tl.pointer_type(DTYPE), bitcast=True)
-    return tl.multiple_of(p, [16])[:, None, None]  # the launcher aligns every source
+    return tl.multiple_of(p, [16])  # the launcher aligns every source
 
 
 @triton.jit

@@ -103,7 +103,7 @@ def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
     """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
     per_thread = max(2, min(8, 32 // all_queries))
     columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
-    return columns, Launch(2, max(1, min(4, columns // (32 * per_thread))), 1, 16)
+    return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 1, 16)
 
 
 @cache

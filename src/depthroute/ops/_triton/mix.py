@@ -92,7 +92,7 @@ def mix_forward_kernel(
         for n in tl.range(0, S, BS, num_stages=STAGES):
             o_n = n + tl.arange(0, BS)
             m_n = (o_n < S)[:, None, None]
-            p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)
+            p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)[:, None, None]
             b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_first")
             b_square, b_dot = square_and_dot(b_s, b_q, NT, PAIRED)
             b_rstd = tl.rsqrt(over_norm_group(b_square, SLICE_NORM) / (D // NORMS) + eps)
@@ -250,7 +250,7 @@ def mix_backward_kernel(
             for n in tl.range(0, S, BS, num_stages=STAGES):
                 o_n = n + tl.arange(0, BS)
                 m_n = (o_n < S)[:, None, None]
-                p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)
+                p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)[:, None, None]
                 b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_last")
                 o_stat = (i_row * S + o_n[:, None, None]) * H + o_h
                 b_logit = tl.load(p_logits + o_stat, m_n & m_h, float("-inf"))
@@ -262,7 +262,7 @@ def mix_backward_kernel(
             o_n = (num_blocks - 1 - i) * BS + tl.arange(0, BS)  # newest in the cache first
             m_n = (o_n < S)[:, None, None]
             i_n = tl.minimum(o_n, S - 1)
-            p = pointers(p_sources, i_n, COUNT, DTYPE)
+            p = pointers(p_sources, i_n, COUNT, DTYPE)[:, None, None]
             b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_first")
             o_stat = i_row * S + o_n[:, None, None]
             b_logit = tl.load(p_logits + o_stat * H + o_h, m_n & m_h, 0.0)
@@ -278,9 +278,9 @@ def mix_backward_kernel(
             b_weight = b_alpha
             if CENTERED:
                 b_weight = b_alpha - 1.0 / count
-            p = pointers(p_outputs, i_n, COUNT, DTYPE) + i_row * D
+            p = pointers(p_outputs, i_n, COUNT, DTYPE)[:, None, None] + i_row * D
             if HAS_CARRIED:
-                p_c = pointers(p_carried, i_n, COUNT, DTYPE) + i_row * D
+                p_c = pointers(p_carried, i_n, COUNT, DTYPE)[:, None, None] + i_row * D
                 b_c = load_tiles(p_c, m_n, H, DH, HB, BC, NT, "evict_first")
             dq, mean_key = (), ()
             for j in tl.static_range(NT):
