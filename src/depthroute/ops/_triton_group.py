@@ -67,9 +67,9 @@ def save(ctx, inputs, output) -> None:
     ctx.heads, ctx.slice_norm = heads, slice_norm
 
 
-def gradients(ctx, grad: Tensor, grad_lse: Tensor, carried: list[Tensor]):
+def gradients(ctx, saved, grad: Tensor, grad_lse: Tensor, carried: list[Tensor]):
     """Of the sources and the queries."""
-    *sources, queries, rstd, logits, lse = ctx.saved_tensors
+    *sources, queries, rstd, logits, lse = saved
     return torch.ops.depthroute.depth_mix_group_triton_backward(
         grad,
         grad_lse,
@@ -90,7 +90,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, grad_lse, *_):
-    return *gradients(ctx, grad, grad_lse, []), *(None,) * 4
+    return *gradients(ctx, ctx.saved_tensors, grad, grad_lse, []), *(None,) * 4
 
 
 torch.library.register_autograd(

@@ -201,11 +201,12 @@ def save(ctx, inputs, output) -> None:
     ctx.num_inputs = len(inputs)
 
 
-def gradients(ctx, grad: Tensor | None, grad_y: Tensor | None, carried: list[Tensor]):
-    """Of sources, query, residual, prior, prior_lse and norm weight; both grads may be absent."""
-    *sources, query, prior, prior_lse, norm_weight, x, rstd, logits, lse, norm_rstd = (
-        ctx.saved_tensors
-    )
+def gradients(ctx, saved, grad: Tensor | None, grad_y: Tensor | None, carried: list[Tensor]):
+    """Of sources, query, residual, prior, prior_lse and norm weight; one grad may be absent.
+
+    ``saved`` is ``ctx.saved_tensors``, which checkpointing lets a backward read only once.
+    """
+    *sources, query, prior, prior_lse, norm_weight, x, rstd, logits, lse, norm_rstd = saved
     if norm_weight is None:
         grad_y = None
     elif grad_y is None:
@@ -254,7 +255,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, grad, grad_y, *_):
     if grad is None and grad_y is None:
         return (None,) * ctx.num_inputs
-    return *gradients(ctx, grad, grad_y, []), *(None,) * (ctx.num_inputs - 6)
+    return *gradients(ctx, ctx.saved_tensors, grad, grad_y, []), *(None,) * (ctx.num_inputs - 6)
 
 
 torch.library.register_autograd("depthroute::depth_mix_triton", _backward, setup_context=_setup)
