@@ -176,6 +176,88 @@ def bench_operator(args: argparse.Namespace, record: dict[str, Any]) -> None:
                 torch.cuda.empty_cache()
 
 
+NUM_SUBLAYERS, BLOCK, PATH_TOKENS, PATH_WIDTH = 32, 8, 16384, 2048
+
+
+def residual_path(embedding: Tensor, queries: Tensor, gains: Tensor, how: str) -> Tensor:
+    """attnres in blocks of 8 over 32 sublayers; a sublayer is one elementwise product."""
+    if how == "standard":
+        for gain in gains:
+            embedding = embedding + embedding * gain
+        return embedding
+    sources, partial = [embedding], None
+    for start in range(0, NUM_SUBLAYERS, BLOCK):
+        block = queries[start : start + BLOCK]
+        outputs, lses = (), ()
+        if how == "two phases":
+            dtype = embedding.dtype
+            stacked, lse, sources = ops.depth_mix_group_carried(sources, block, dtype=dtype)
+            outputs, lses = stacked.unbind(), lse.unbind()
+        for i, query in enumerate(block.unbind()):
+            newer = [] if partial is None else [partial]
+            if how == "two phases":
+                x, newer = ops.depth_mix_carried(
+                    newer, query, prior=outputs[i], prior_lse=lses[i], dtype=embedding.dtype
+                )
+                partial = newer[0] if newer else None
+            elif how == "carried":
+                x, handed = ops.depth_mix_carried([*sources, *newer], query)
+                sources, newer = handed[: len(sources)], handed[len(sources) :]
+                partial = newer[0] if newer else None
+            else:
+                x = ops.depth_mix([*sources, *newer], query)
+            output = x * gains[start + i]
+            partial = output if partial is None else partial + output
+        assert partial is not None
+        sources, partial = [*sources, partial], None
+    return ops.depth_mix(sources, queries[-1])
+
+
+def bench_path(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """The whole residual path, where accumulation and grouping show."""
+    torch.cuda.empty_cache()
+    embedding = torch.randn(PATH_TOKENS, PATH_WIDTH, device="cuda").bfloat16().requires_grad_()
+    queries = torch.randn(NUM_SUBLAYERS, PATH_WIDTH, device="cuda") / PATH_WIDTH**0.5
+    queries.requires_grad_()
+    gains = torch.rand(NUM_SUBLAYERS, PATH_WIDTH, device="cuda").bfloat16() * 0.1
+    grad = torch.randn_like(embedding)
+    for how in ("standard", "site by site", "carried", "two phases"):
+
+        def both(how=how):
+            x = residual_path(embedding, queries, gains, how)
+            return torch.autograd.grad(x, [embedding, queries], grad, allow_unused=True)
+
+        with torch.no_grad():
+            forward = median_ms(lambda how=how: residual_path(embedding, queries, gains, how))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        both()
+        peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+        row = {"how": how, "forward_ms": forward, "both_ms": median_ms(both), "peak_gb": peak}
+        record["path"].append(row)
+        print(f"path of {NUM_SUBLAYERS} sublayers, {how}: forward {forward:.2f} ms, with backward "
+              f"{row['both_ms']:.2f} ms, {peak:.2f} GB", flush=True)  # fmt: skip
+        save(args.out, record)
+
+
+def bench_decode(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """One token: what a launch costs inside a graph."""
+    with torch.no_grad():
+        for sources in (5, 9, 33):
+            made, query, _ = draw(sources, 1, 1024)
+            weight = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+
+            def step(made=made, query=query, weight=weight):
+                for _ in range(20):
+                    ops.depth_mix(made, query, residual=made[0], norm_weight=weight)
+
+            each = median_ms(step) / 20 * 1e3
+            record["decode"].append({"S": sources, "D": 1024, "us": each})
+            print(f"decode, one token, S {sources}: {each:.2f} us a site", flush=True)
+    save(args.out, record)
+
+
 Setting = tuple[int, int, int, int]
 """Sources at a time, warps, stages, programs per multiprocessor."""
 
@@ -296,6 +378,7 @@ def main() -> int:
     started = time.time()
     torch.manual_seed(0)
     record: dict[str, Any] = {"environment": environment(), "operator": [], "tune": []}
+    record.update(path=[], decode=[])
     record["ceiling"] = copy_ceiling()
     print(f"{record['environment']['device']}: copy ceiling {record['ceiling'] / 1e12:.2f} TB/s")
     if args.tune:
@@ -303,6 +386,8 @@ def main() -> int:
             args.sources = (9, 33)
         tune(args, record, started)
     else:
+        bench_decode(args, record)
+        bench_path(args, record)
         bench_operator(args, record)
     save(args.out, record)
     print(f"{time.time() - started:.0f} s")

@@ -115,6 +115,7 @@ class MixCase:
         return (x,) if weight is None else x
 
     def check(self, device: str) -> None:
+        torch.manual_seed(0)
         inputs = self.inputs(device)
         shape = (self.tokens, self.width)
         grads = [torch.randn(shape, device=device).to(self.dtype) for _ in range(1 + self.norm)]
@@ -159,6 +160,7 @@ class GroupCase:
         return function(sources, given["queries"], given["key weights"], **options)
 
     def check(self, device: str) -> None:
+        torch.manual_seed(0)
         inputs = self.inputs(device)
         grads = [
             torch.randn(self.queries, self.tokens, last, device=device)
@@ -207,6 +209,7 @@ class AttentionCase:
         return function(given["query"], keys, values, return_weights=True, **options)
 
     def check(self, device: str) -> None:
+        torch.manual_seed(0)
         inputs = self.inputs(device)
         shape = (self.batch, self.heads, self.tokens, self.value_width or self.width)
         grads = [torch.randn(shape, device=device).to(self.dtype)]

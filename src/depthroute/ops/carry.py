@@ -50,7 +50,8 @@ class _CarriedMix(torch.autograd.Function):
         return x, y, *(s.view_as(s) for s in sources)
 
     @staticmethod
-    def backward(ctx, grad, grad_y, *carried):
+    def backward(ctx, *grads):
+        grad, grad_y, *carried = grads
         if grad is None and grad_y is None:
             return *(None,) * 7, *carried
         saved = ctx.saved_tensors
@@ -94,7 +95,8 @@ class _CarriedGroup(torch.autograd.Function):
         return outputs, lse, *(s.view_as(s) for s in sources)
 
     @staticmethod
-    def backward(ctx, grad, grad_lse, *carried):
+    def backward(ctx, *grads):
+        grad, grad_lse, *carried = grads
         if grad is None and grad_lse is None:
             return None, None, None, *carried
         saved = ctx.saved_tensors
