@@ -126,21 +126,23 @@ def square_and_dot(s, q, NT: tl.constexpr, PAIRED: tl.constexpr):
         v += b * b
         w += b * q[j]
     if PAIRED:
-        return tl.reduce((v, w), 2, _add_pairs, keep_dims=True)
-    return tl.sum(v, 2, keep_dims=True), tl.sum(w, 2, keep_dims=True)
+        v, w = tl.reduce((v, w), 2, _add_pairs, keep_dims=True)
+    else:
+        v, w = tl.sum(v, 2, keep_dims=True), tl.sum(w, 2, keep_dims=True)
+    return v, w
 
 
 @triton.jit
 def over_sources(x, BS: tl.constexpr):
     """Sum over the sources of a block: [BS, ...] to [1, ...]."""
-    if BS == 1:
-        return x
-    return tl.sum(x, 0, keep_dims=True)
+    if BS > 1:
+        x = tl.sum(x, 0, keep_dims=True)
+    return x
 
 
 @triton.jit
 def over_norm_group(x, SLICE_NORM: tl.constexpr):
     """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
-    if SLICE_NORM:
-        return x
-    return tl.sum(x, 1, keep_dims=True)
+    if not SLICE_NORM:
+        x = tl.sum(x, 1, keep_dims=True)
+    return x

@@ -78,16 +78,28 @@ def _warps(elements: int, per_thread: int) -> int:
     return min(16, 1 << (wanted.bit_length() - 1))
 
 
+def _at_once(block: Tiles, num_sources: int, warps: int, per_thread: int) -> int:
+    """Two sources at a time where a thread has the registers and a tile a vector for every lane.
+
+    With fewer vectors than lanes the compiler spreads the sources over warps, and every sum over
+    them goes through shared memory.
+    """
+    fits = block.elements <= 32 * warps * per_thread and block.columns >= 256 * warps
+    return 2 if num_sources > 1 and fits else 1
+
+
 def forward_launch(block: Tiles, num_sources: int) -> Launch:
     if _forced is not None:
         return _forced
-    return Launch(2 if num_sources > 1 else 1, _warps(block.elements, 32), 1, 0)
+    warps = _warps(block.elements, 32)
+    return Launch(_at_once(block, num_sources, warps, 32), warps, 1, 0)
 
 
 def backward_launch(block: Tiles, num_sources: int) -> Launch:
     if _forced is not None:
         return _forced
-    return Launch(2 if num_sources > 1 else 1, _warps(block.elements, 16), 1, 4)
+    warps = _warps(block.elements, 16)
+    return Launch(_at_once(block, num_sources, warps, 16), warps, 1, max(1, 16 // warps))
 
 
 def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
