@@ -104,7 +104,7 @@ def worst_budget(mix: Callable[..., Tensor], sources: int, width: int) -> float:
     for t, n, k in zip(
         (truth[0], *truth[1]), (native[0], *native[1]), (kernel[0], *kernel[1]), strict=True
     ):
-        floor = 8 * 2.0**-24 * t.norm().item()
+        floor = 16 * 2.0**-24 * t.norm().item()
         allowed = (n.double() - t).norm().item() + floor
         error = (k.double() - t).norm().item()
         worst = max(worst, error / allowed if error == error else float("inf"))
