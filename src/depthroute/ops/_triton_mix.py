@@ -198,7 +198,7 @@ def save(ctx, inputs, output) -> None:
     )
     ctx.heads, ctx.slice_norm = heads, slice_norm
     ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.num_inputs = len(inputs)
+    ctx.num_inputs, ctx.num_sources = len(inputs), len(sources)
 
 
 def gradients(ctx, saved, grad: Tensor | None, grad_y: Tensor | None, carried: list[Tensor]):
@@ -254,7 +254,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, grad_y, *_):
     if grad is None and grad_y is None:
-        return (None,) * ctx.num_inputs
+        return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
     return *gradients(ctx, ctx.saved_tensors, grad, grad_y, []), *(None,) * (ctx.num_inputs - 6)
 
 
