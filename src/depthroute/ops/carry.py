@@ -23,7 +23,7 @@ from torch import Tensor
 
 from depthroute.ops import _triton_group, _triton_mix, reference
 from depthroute.ops.backends import choose
-from depthroute.ops.mix import _check_sources, _flat, _fold, _widest
+from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _widest
 
 
 class _CarriedMix(torch.autograd.Function):
@@ -147,7 +147,7 @@ def depth_mix_carried(
 ) -> tuple[Any, list[Tensor]]:
     """:func:`depth_mix` (or, with a prior, :func:`depth_mix_merge`) and the sources to hand on."""
     given = [*sources] if prior is None else [*sources, prior]
-    _check_sources(given, query, key_weight, residual, heads, same_dtype=prior is None)
+    _check_sources(given, query, key_weight, residual, heads, head_norm, same_dtype=prior is None)
     name = "depth_mix" if prior is None else "depth_mix_merge"
     widest = _widest(given, residual)
     choice = choose(name, query.device.type, backend, widest, query.shape[0])
@@ -186,7 +186,8 @@ def depth_mix_group_carried(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """:func:`depth_mix_group` and the sources to hand on."""
-    _check_sources(sources, queries[0], None, None, heads)
+    _check_sources(sources, queries[0], None, None, heads, head_norm)
+    _check_gains(queries, key_weights)
     shape = sources[0].shape
     widest = _widest(sources, None)
     choice = choose("depth_mix_group", queries.device.type, backend, widest, shape[-1])
@@ -197,8 +198,9 @@ def depth_mix_group_carried(
         (eps, heads, head_norm == "slice", dtype or q.dtype),
         *(_flat(s) for s in sources),
     )
+    count = queries.shape[0]
     return (
-        out.view(-1, *shape),
-        lse.view(-1, *shape[:-1], heads),
+        out.view(count, *shape),
+        lse.view(count, *shape[:-1], heads),
         [h.view(shape) for h in handed],
     )

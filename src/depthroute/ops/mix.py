@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute.errors import DepthrouteError
+from depthroute.errors import DepthrouteError, unknown
 from depthroute.ops import (
     _torch,
     _triton_group,  # noqa: F401 registers the ops over the kernels
@@ -50,7 +50,7 @@ def depth_mix(
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
     0.5
     """
-    _check_sources(sources, query, key_weight, residual, heads)
+    _check_sources(sources, query, key_weight, residual, heads, head_norm)
     backend = choose(
         "depth_mix", query.device.type, backend, _widest(sources, residual), query.shape[0]
     ).backend
@@ -96,7 +96,8 @@ def depth_mix_group(
     Outputs are not rounded unless a ``dtype`` is given: the sources' dtype halves what phase 2
     reads, for one more rounding.
     """
-    _check_sources(sources, queries[0], None, None, heads)
+    _check_sources(sources, queries[0], None, None, heads, head_norm)
+    _check_gains(queries, key_weights)
     shape = sources[0].shape
     backend = choose(
         "depth_mix_group", queries.device.type, backend, _widest(sources, None), shape[-1]
@@ -111,7 +112,8 @@ def depth_mix_group(
     else:
         out, lse, *_ = torch.ops.depthroute.depth_mix_group(flat, q, *options)
         out = out.to(dtype or out.dtype)
-    return out.view(-1, *shape), lse.view(-1, *shape[:-1], heads)
+    count = queries.shape[0]
+    return out.view(count, *shape), lse.view(count, *shape[:-1], heads)
 
 
 def depth_mix_merge(
@@ -132,7 +134,9 @@ def depth_mix_merge(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
-    _check_sources([*sources, prior], query, key_weight, residual, heads, same_dtype=False)
+    _check_sources(
+        [*sources, prior], query, key_weight, residual, heads, head_norm, same_dtype=False
+    )
     widest = _widest([*sources, prior, prior_lse], residual)
     backend = choose("depth_mix_merge", query.device.type, backend, widest, query.shape[0]).backend
     example = residual if residual is not None else (sources[0] if sources else prior)
@@ -210,16 +214,27 @@ def _fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tenso
     return q if key_weight is None else q * key_weight.to(statistics)
 
 
+def _check_gains(queries: Tensor, key_weights: Tensor | None) -> None:
+    if key_weights is not None and key_weights.shape != queries.shape:
+        raise DepthrouteError(
+            f"key_weights has shape {tuple(key_weights.shape)} and queries "
+            f"{tuple(queries.shape)}; give one gain per query"
+        )
+
+
 def _check_sources(
     sources: Sequence[Tensor],
     query: Tensor,
     key_weight: Tensor | None,
     residual: Tensor | None,
     heads: int,
+    head_norm: str,
     same_dtype: bool = True,
 ) -> None:
     if len(sources) == 0:
         raise DepthrouteError("sources is empty; depth_mix needs at least one tensor [..., D]")
+    if head_norm not in ("full", "slice"):
+        raise unknown("head_norm", head_norm, ("full", "slice"))
     first = sources[0]
     for n, source in enumerate(sources):
         if source.shape != first.shape:
@@ -330,7 +345,7 @@ def _mix_setup(ctx, inputs, output) -> None:
 def _mix_backward(ctx, grad, *_):
     *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
     if grad is None:
-        return (None,) * 11
+        return [None] * len(sources), *(None,) * 10
     options = ctx.heads, ctx.centered, ctx.scale
     dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, *options
