@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-
-import numpy as np
+from typing import Any
 
 
 def enable() -> bool:
@@ -28,7 +27,7 @@ def enable() -> bool:
         if source == tl.float32 and target == tl.bfloat16:
             return _to_bf16(array)
         if source == tl.bfloat16 and target == tl.float32:
-            return array.view(np.uint16).astype(np.uint32) << 16
+            return array.view("uint16").astype("uint32") << 16
         return convert(array, source, target, rounding)
 
     interpreter._patch_lang_tensor = patch_with_index
@@ -36,8 +35,9 @@ def enable() -> bool:
     return True
 
 
-def _to_bf16(array: np.ndarray) -> np.ndarray:
+def _to_bf16(array: Any) -> Any:
     """Bits of the nearest bf16, ties to even."""
-    bits = np.ascontiguousarray(array).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(array), np.uint16(0x7FC0), rounded)
+    bits = array.copy().view("uint32").astype("uint64")
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
+    rounded[array != array] = 0x7FC0
+    return rounded
