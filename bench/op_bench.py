@@ -354,15 +354,18 @@ def save(path: Path | None, record: dict[str, Any]) -> None:
 def environment() -> dict[str, Any]:
     import triton
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-    ).stdout.strip()
+    try:
+        commit = subprocess.check_output(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, text=True
+        ).strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = None
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": platform.python_version(),
-        "commit": commit or None,
+        "commit": commit,
     }
 
 
