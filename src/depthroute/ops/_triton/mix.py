@@ -272,7 +272,8 @@ def mix_backward_kernel(
                 b_rstd = tl.load(p_rstd + o_stat, m_n, 0.0)
             b_u = dot_tiles(b_s, b_dx, NT)
             b_alpha = tl.where(m_n & m_h, tl.exp(b_logit - b_lse), 0.0)
-            b_ds = b_alpha * (b_u - b_delta)
+            # a single source has weight 1 and no gradient: exactly none, whatever the rounding
+            b_ds = tl.where(count > 1, b_alpha * (b_u - b_delta), 0.0)
             b_through = b_ds * b_rstd
             b_pull = over_norm_group(b_ds * b_logit, SLICE_NORM) * b_rstd * b_rstd / (D // NORMS)
             b_weight = b_alpha
