@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.ops import _torch
-from depthroute.ops.backends import choose
+from depthroute.ops import (
+    _torch,
+    _triton_attention,  # noqa: F401 registers the ops over the kernels
+)
+from depthroute.ops.backends import choose, ran
 
 
 def depth_attention_mix(
@@ -30,12 +33,22 @@ def depth_attention_mix(
     rotated and un-rotated ones give the same weights.
     """
     _check(query, keys, values)
-    choose("depth_attention_mix", query.device.type, backend)
     scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    mixed, weights = torch.ops.depthroute.depth_attention_mix(
-        query, list(keys), list(values), scaling
-    )
+    choice = choose("depth_attention_mix", query.device.type, backend, *_limits(query, values))
+    keys, values = list(keys), list(values)
+    if choice.backend == "triton":
+        mixed, logits, lse = torch.ops.depthroute.depth_attention_mix_triton(
+            query, keys, values, scaling
+        )
+        return (mixed, (logits - lse).exp()) if return_weights else mixed
+    mixed, weights = torch.ops.depthroute.depth_attention_mix(query, keys, values, scaling)
     return (mixed, weights) if return_weights else mixed
+
+
+def _limits(query: Tensor, values: Sequence[Tensor]) -> tuple[torch.dtype, int]:
+    """The widest dtype and width, which decide whether the kernels take them."""
+    dtype = torch.promote_types(query.dtype, values[-1].dtype)
+    return dtype, max(query.shape[-1], values[-1].shape[-1])
 
 
 def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -67,6 +80,7 @@ def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
 def _attention_mix(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
 ) -> tuple[Tensor, Tensor]:
+    ran("depth_attention_mix", "torch")
     return _torch.attention_mix_forward(query, keys, values, scaling)
 
 
@@ -86,6 +100,7 @@ def _attention_mix_backward(
     weights: Tensor,
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ran("depth_attention_mix_backward", "torch")
     return _torch.attention_mix_backward(grad, query, keys, values, weights, scaling)
 
 

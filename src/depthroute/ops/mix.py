@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError, unknown
-from depthroute.ops import _torch, reference
-from depthroute.ops.backends import choose
+from depthroute.ops import (
+    _torch,
+    _triton_group,  # noqa: F401 registers the ops over the kernels
+    _triton_mix,  # noqa: F401
+    reference,
+)
+from depthroute.ops.backends import choose, ran
 
 
 def depth_mix(
@@ -30,12 +35,15 @@ def depth_mix(
     head_norm: str = "full",
     centered: bool = False,
     scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
     return_weights: bool = False,
 ) -> Any:
     """``x = scale * (residual + sum_n softmax_n(query . RMSNorm(s_n)) s_n)``.
 
     ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``. With
-    ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
+    ``norm_weight`` [D] returns ``x`` and ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm.
+    With ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
     :func:`depthroute.ops.reference.depth_mix` for the definition.
 
     >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
@@ -43,16 +51,33 @@ def depth_mix(
     0.5
     """
     _check_sources(sources, query, key_weight, residual, heads, head_norm)
-    choose("depth_mix", query.device.type, backend)
+    backend = choose(
+        "depth_mix", query.device.type, backend, _widest(sources, residual), query.shape[0]
+    ).backend
     x = _call(
-        sources, query, key_weight, residual, None, None, eps, heads, head_norm, centered, scale
+        sources,
+        query,
+        key_weight,
+        residual,
+        None,
+        None,
+        norm_weight,
+        eps,
+        heads,
+        head_norm,
+        centered,
+        scale,
+        norm_eps,
+        None,
+        backend,
     )
     if not return_weights:
         return x
     logits = reference.depth_logits(
         sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
     )
-    return x, torch.softmax(logits, dim=0)
+    weights = torch.softmax(logits, dim=0)
+    return (x, weights) if norm_weight is None else (*x, weights)
 
 
 def depth_mix_group(
@@ -64,19 +89,29 @@ def depth_mix_group(
     backend: str = "auto",
     *,
     head_norm: str = "full",
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H]."""
+    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H].
+
+    Outputs are not rounded unless a ``dtype`` is given: the sources' dtype halves what phase 2
+    reads, for one more rounding.
+    """
     _check_sources(sources, queries[0], None, None, heads, head_norm)
-    if key_weights is not None and key_weights.shape != queries.shape:
-        raise DepthrouteError(
-            f"key_weights has shape {tuple(key_weights.shape)} and queries "
-            f"{tuple(queries.shape)}; give one gain per query"
-        )
-    choose("depth_mix_group", queries.device.type, backend)
+    _check_gains(queries, key_weights)
     shape = sources[0].shape
+    backend = choose(
+        "depth_mix_group", queries.device.type, backend, _widest(sources, None), shape[-1]
+    ).backend
     q = _fold(queries, key_weights, sources[0].dtype)
     flat = [_flat(s) for s in sources]
-    out, lse, _, _ = torch.ops.depthroute.depth_mix_group(flat, q, eps, heads, head_norm == "slice")
+    options = eps, heads, head_norm == "slice"
+    if backend == "triton":
+        out, lse, *_ = torch.ops.depthroute.depth_mix_group_triton(
+            flat, q, *options, dtype or q.dtype
+        )
+    else:
+        out, lse, *_ = torch.ops.depthroute.depth_mix_group(flat, q, *options)
+        out = out.to(dtype or out.dtype)
     count = queries.shape[0]
     return out.view(count, *shape), lse.view(count, *shape[:-1], heads)
 
@@ -95,12 +130,15 @@ def depth_mix_merge(
     head_norm: str = "full",
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-) -> Tensor:
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Any:
     """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
     _check_sources(
         [*sources, prior], query, key_weight, residual, heads, head_norm, same_dtype=False
     )
-    choose("depth_mix_merge", query.device.type, backend)
+    widest = _widest([*sources, prior, prior_lse], residual)
+    backend = choose("depth_mix_merge", query.device.type, backend, widest, query.shape[0]).backend
     example = residual if residual is not None else (sources[0] if sources else prior)
     return _call(
         sources,
@@ -109,12 +147,15 @@ def depth_mix_merge(
         residual,
         prior,
         prior_lse,
+        norm_weight,
         eps,
         heads,
         head_norm,
         False,
         scale,
+        norm_eps,
         dtype or example.dtype,
+        backend,
     )
 
 
@@ -125,28 +166,42 @@ def _call(
     residual: Tensor | None,
     prior: Tensor | None,
     prior_lse: Tensor | None,
+    norm_weight: Tensor | None,
     eps: float,
     heads: int,
     head_norm: str,
     centered: bool,
     scale: float,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    norm_eps: float,
+    dtype: torch.dtype | None,
+    backend: str,
+) -> Any:
     example = sources[0] if prior is None else prior
-    out = torch.ops.depthroute.depth_mix(
+    tensors = (
         [_flat(s) for s in sources],
         _fold(query, key_weight, example.dtype),
         None if residual is None else _flat(residual),
         None if prior is None else _flat(prior),
         None if prior_lse is None else _flat(prior_lse),
-        eps,
-        heads,
-        head_norm == "slice",
-        centered,
-        scale,
-        dtype or example.dtype,
     )
-    return out[0].view(example.shape)
+    options = eps, heads, head_norm == "slice", centered, scale
+    dtype = dtype or example.dtype
+    if backend == "triton":
+        x, y, *_ = torch.ops.depthroute.depth_mix_triton(
+            *tensors, norm_weight, *options, norm_eps, dtype
+        )
+        x = x.view(example.shape)
+        return x if norm_weight is None else (x, y.view(example.shape))
+    x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0].view(example.shape)
+    return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
+
+
+def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
+    """The dtype that decides whether the kernels take these tensors."""
+    dtype = tensors[0].dtype if residual is None else residual.dtype
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -157,6 +212,14 @@ def _fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tenso
     statistics = _torch.wide(torch.promote_types(query.dtype, dtype))
     q = query.to(statistics)
     return q if key_weight is None else q * key_weight.to(statistics)
+
+
+def _check_gains(queries: Tensor, key_weights: Tensor | None) -> None:
+    if key_weights is not None and key_weights.shape != queries.shape:
+        raise DepthrouteError(
+            f"key_weights has shape {tuple(key_weights.shape)} and queries "
+            f"{tuple(queries.shape)}; give one gain per query"
+        )
 
 
 def _check_sources(
@@ -220,6 +283,7 @@ def _depth_mix(
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ran("depth_mix", "torch")
     return _torch.mix_forward(
         sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
     )
@@ -251,6 +315,7 @@ def _depth_mix_backward(
     centered: bool,
     scale: float,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    ran("depth_mix_backward", "torch")
     return _torch.mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale
     )
@@ -300,6 +365,7 @@ torch.library.register_autograd("depthroute::depth_mix", _mix_backward, setup_co
 def _depth_mix_group(
     sources: list[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ran("depth_mix_group", "torch")
     return _torch.group_forward(sources, queries, eps, heads, slice_norm)
 
 
@@ -325,6 +391,7 @@ def _depth_mix_group_backward(
     lse: Tensor,
     heads: int,
 ) -> tuple[list[Tensor], Tensor]:
+    ran("depth_mix_group_backward", "torch")
     return _torch.group_backward(grad, grad_lse, sources, queries, rstd, logits, lse, heads)
 
 

@@ -24,6 +24,15 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def rms_norm(
+    x: Float[Tensor, "*tokens D"], weight: Float[Tensor, " D"], eps: float = 1e-6
+) -> Float[Tensor, "*tokens D"]:
+    """A sublayer's pre-norm, y = weight * x / rms(x), rounded once."""
+    wide = widen(x)
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * widen(weight)
+    return y.to(x.dtype)
+
+
 def depth_logits(
     sources: Sequence[Float[Tensor, "*tokens D"]],
     query: Float[Tensor, " D"],

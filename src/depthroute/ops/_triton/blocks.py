@@ -1,0 +1,148 @@
+"""Device functions shared by the kernels.
+
+A row of width D is seen as ``[H, D/H]`` and covered by ``NT`` column tiles ``[HB, BC]``, held as a
+tuple, so that a width such as 7168 (7 tiles of 1024) wastes no lanes. ``BS`` sources are handled at
+a time, so every loaded block is ``[BS, HB, BC]`` and statistics are ``[BS, HB, 1]``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pointers(p_sources, o_n, COUNT: tl.constexpr, DTYPE: tl.constexpr):
+    """Addresses [BS] of the sources ``o_n`` [BS].
+
+    Up to a few sources come as kernel arguments (a tuple of COUNT, chosen by selects), more as a
+    table of int64 in device memory (COUNT = 0). ``o_n`` must be below the number of sources.
+    """
+    if COUNT == 0:
+        p = tl.load(p_sources + o_n)
+    else:
+        p = o_n.to(tl.int64) * 0
+        for i in tl.static_range(COUNT):
+            p = tl.where(o_n == i, p_sources[i].to(tl.int64), p)
+    p = p.to(tl.pointer_type(DTYPE), bitcast=True)
+    return tl.multiple_of(p, [16])  # the launcher aligns every source
+
+
+@triton.jit
+def tile_mask(o_h, o_c, H: tl.constexpr, DH: tl.constexpr):
+    return (o_h < H) & (o_c < DH)
+
+
+@triton.jit
+def load_tiles(
+    p,
+    m_n,
+    H: tl.constexpr,
+    DH: tl.constexpr,
+    HB: tl.constexpr,
+    BC: tl.constexpr,
+    NT: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """NT blocks [BS, HB, BC] of the rows at ``p`` [BS, 1, 1]; ``m_n`` says which rows exist."""
+    o_h = tl.arange(0, HB)[None, :, None]
+    tiles = ()
+    for j in tl.static_range(NT):
+        o_c = j * BC + tl.arange(0, BC)[None, None, :]
+        m = m_n & tile_mask(o_h, o_c, H, DH)
+        tiles = tiles + (tl.load(p + (o_h * DH + o_c), m, 0.0, eviction_policy=POLICY),)
+    return tiles
+
+
+@triton.jit
+def load_row(
+    p,
+    H: tl.constexpr,
+    DH: tl.constexpr,
+    HB: tl.constexpr,
+    BC: tl.constexpr,
+    NT: tl.constexpr,
+):
+    """One row as NT fp32 blocks [1, HB, BC]."""
+    o_h = tl.arange(0, HB)[None, :, None]
+    tiles = ()
+    for j in tl.static_range(NT):
+        o_c = j * BC + tl.arange(0, BC)[None, None, :]
+        b = tl.load(p + (o_h * DH + o_c), tile_mask(o_h, o_c, H, DH), 0.0)
+        tiles = tiles + (b.to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def store_row(
+    p,
+    tiles,
+    H: tl.constexpr,
+    DH: tl.constexpr,
+    HB: tl.constexpr,
+    BC: tl.constexpr,
+    NT: tl.constexpr,
+):
+    o_h = tl.arange(0, HB)[None, :, None]
+    for j in tl.static_range(NT):
+        o_c = j * BC + tl.arange(0, BC)[None, None, :]
+        b = tiles[j].to(p.dtype.element_ty)
+        tl.store(p + (o_h * DH + o_c), b, tile_mask(o_h, o_c, H, DH))
+
+
+@triton.jit
+def zero_row(HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(NT):
+        tiles = tiles + (tl.zeros([1, HB, BC], tl.float32),)
+    return tiles
+
+
+@triton.jit
+def dot_tiles(a, b, NT: tl.constexpr):
+    """Per-head dot products [BS, HB, 1] of two tuples of tiles; one reduction for all tiles."""
+    v = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for j in tl.static_range(1, NT):
+        v += a[j].to(tl.float32) * b[j].to(tl.float32)
+    return tl.sum(v, 2, keep_dims=True)
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def square_and_dot(s, q, NT: tl.constexpr, PAIRED: tl.constexpr):
+    """sum s^2 and sum s q over columns, [BS, HB, 1] each.
+
+    PAIRED exchanges both between warps at once; the interpreter runs such reductions one element
+    at a time, so it takes them apart.
+    """
+    b = s[0].to(tl.float32)
+    v, w = b * b, b * q[0]
+    for j in tl.static_range(1, NT):
+        b = s[j].to(tl.float32)
+        v += b * b
+        w += b * q[j]
+    if PAIRED:
+        v, w = tl.reduce((v, w), 2, _add_pairs, keep_dims=True)
+    else:
+        v, w = tl.sum(v, 2, keep_dims=True), tl.sum(w, 2, keep_dims=True)
+    return v, w
+
+
+@triton.jit
+def over_sources(x, BS: tl.constexpr):
+    """Sum over the sources of a block: [BS, ...] to [1, ...]."""
+    if BS > 1:
+        x = tl.sum(x, 0, keep_dims=True)
+    return x
+
+
+@triton.jit
+def over_norm_group(x, SLICE_NORM: tl.constexpr):
+    """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
+    if not SLICE_NORM:
+        x = tl.sum(x, 1, keep_dims=True)
+    return x

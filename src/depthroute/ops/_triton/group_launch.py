@@ -1,0 +1,166 @@
+"""Launches of the phase-1 kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from depthroute.ops._triton import layout
+from depthroute.ops._triton.group import (
+    group_coefficients_kernel,
+    group_forward_kernel,
+    group_gradients_kernel,
+    group_scores_kernel,
+)
+
+
+def group_forward(
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    eps: float,
+    heads: int,
+    slice_norm: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """outputs [G, N, D], lse [G, N, H], rstd [N, S, 1|H], logits [N, S, G, H]."""
+    (tokens, width), num_sources = sources[0].shape, len(sources)
+    num_queries = queries.shape[0]
+    outputs = queries.new_empty(num_queries, tokens, width, dtype=out_dtype)
+    lse = queries.new_empty(num_queries, tokens, heads)
+    rstd = queries.new_empty(tokens, num_sources, heads if slice_norm else 1)
+    logits = queries.new_empty(tokens, num_sources, num_queries, heads)
+    if tokens == 0:
+        return outputs, lse, rstd, logits
+    sources = [layout.aligned(s) for s in sources]
+    block = layout.tiles(width, heads)
+    launch, at_once = layout.group_launch(block, num_sources, num_queries)
+    programs = layout.num_programs(launch, tokens, queries.device)
+    with layout.on_device(queries):
+        (packed,), count = layout.pack([sources], queries)
+        group_forward_kernel[(programs * triton.cdiv(num_queries, at_once),)](
+            packed,
+            layout.aligned(queries),
+            outputs,
+            lse,
+            rstd,
+            logits,
+            tokens,
+            num_sources,
+            num_queries,
+            eps,
+            H=heads,
+            DH=width // heads,
+            DTYPE=layout.DTYPES[sources[0].dtype],
+            COUNT=count,
+            SLICE_NORM=slice_norm,
+            BG=at_once,
+            BS=launch.sources,
+            HB=block.heads,
+            BC=block.columns,
+            NT=block.count,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
+        )
+    return outputs, lse, rstd, logits
+
+
+def group_backward(
+    grad: Tensor,
+    grad_lse: Tensor,
+    carried: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    heads: int,
+    slice_norm: bool,
+) -> tuple[list[Tensor], Tensor]:
+    num_queries, tokens, width = grad.shape
+    num_sources, device = len(sources), queries.device
+    sources = [layout.aligned(s) for s in sources]
+    dsources = [torch.empty_like(s) for s in sources]
+    if tokens == 0:
+        return dsources, torch.zeros_like(queries)
+    grad, grad_lse, queries = (layout.aligned(t) for t in (grad, grad_lse, queries))
+    u, delta = torch.empty_like(logits), queries.new_empty(tokens, num_queries, heads)
+    alpha, pull = torch.empty_like(logits), torch.empty_like(rstd)
+    block = layout.tiles(width, heads)
+    launch, at_once = layout.group_launch(block, num_sources, num_queries)
+    shape = {"H": heads, "DH": width // heads}
+    kind = {"DTYPE": layout.DTYPES[sources[0].dtype]}
+    sizes = tokens, num_sources, num_queries
+    all_queries = triton.next_power_of_2(num_queries)
+    lists = [sources, dsources]
+    if carried:
+        lists.append([layout.aligned(c) for c in carried])
+    with layout.on_device(queries):
+        packed, count = layout.pack(lists, queries)
+        group_scores_kernel[(tokens * triton.cdiv(num_queries, at_once),)](
+            packed[0],
+            grad,
+            grad_lse,
+            logits,
+            lse,
+            u,
+            delta,
+            *sizes,
+            **shape,
+            **kind,
+            COUNT=count,
+            BG=at_once,
+            BS=launch.sources,
+            HB=block.heads,
+            BC=block.columns,
+            NT=block.count,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
+        )
+        group_coefficients_kernel[(tokens,)](
+            logits,
+            lse,
+            rstd,
+            u,
+            delta,
+            alpha,
+            u,  # each element is read before the same program writes it
+            pull,
+            *sizes,
+            **shape,
+            SLICE_NORM=slice_norm,
+            GB=all_queries,
+            BS=max(1, min(64, 256 // (all_queries * block.heads))),
+            HB=block.heads,
+            num_warps=1,
+        )
+        columns, columns_launch = layout.columns_launch(width // heads, all_queries)
+        column_tiles = heads * triton.cdiv(width // heads, columns)
+        programs = layout.num_programs(columns_launch, tokens, device)
+        programs = max(1, programs // column_tiles) if device.type == "cuda" else programs
+        partial = queries.new_empty(programs, num_queries, width)
+        group_gradients_kernel[(programs * column_tiles,)](
+            packed[0],
+            packed[1],
+            packed[2] if carried else None,
+            grad,
+            queries,
+            alpha,
+            u,
+            pull,
+            partial,
+            *sizes,
+            **shape,
+            **kind,
+            COUNT=count,
+            HAS_CARRIED=len(carried) > 0,
+            SLICE_NORM=slice_norm,
+            GB=all_queries,
+            BS=columns_launch.sources,
+            BC=columns,
+            STAGES=columns_launch.stages,
+            num_warps=columns_launch.warps,
+        )
+    return dsources, partial.sum(0)

@@ -1,0 +1,169 @@
+"""Tiles, launch settings and pointer packing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops._triton import interpreter
+
+INTERPRETED = interpreter.enable()
+
+MAX_ARGUMENTS = 24
+"""Sources passed as kernel arguments; more go through a table, one more (2 us) launch."""
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A row [H, D/H] as ``count`` blocks [heads, columns], both powers of two."""
+
+    heads: int
+    columns: int
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * self.columns * self.count
+
+
+@cache
+def tiles(width: int, heads: int) -> Tiles:
+    """The fewest padded lanes with at most 8 tiles, then the fewest tiles."""
+    slice_width = width // heads
+    options = [
+        (triton.next_power_of_2(-(-slice_width // count)) * count, count) for count in range(1, 9)
+    ]
+    lanes, count = min(options)
+    return Tiles(triton.next_power_of_2(heads), lanes // count, count)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched; chosen by :func:`forward_launch` and its like."""
+
+    sources: int
+    """Read at a time by one program (BS)."""
+    warps: int
+    stages: int
+    programs: int
+    """Per multiprocessor, each taking every P-th token; 0 gives every token its own program."""
+
+
+_forced: Launch | None = None
+
+
+@contextlib.contextmanager
+def forced(launch: Launch | None) -> Iterator[None]:
+    """Launch everything inside with these settings, to tune them."""
+    global _forced
+    before, _forced = _forced, launch
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    wanted = max(1, elements // (32 * per_thread))
+    return min(16, 1 << (wanted.bit_length() - 1))
+
+
+def _at_once(block: Tiles, num_sources: int, warps: int, per_thread: int) -> int:
+    """Two sources at a time where a thread has the registers and a tile a vector for every lane.
+
+    With fewer vectors than lanes the compiler spreads the sources over warps, and every sum over
+    them goes through shared memory.
+    """
+    fits = block.elements <= 32 * warps * per_thread and block.columns >= 256 * warps
+    return 2 if num_sources > 1 and fits else 1
+
+
+def forward_launch(block: Tiles, num_sources: int) -> Launch:
+    if _forced is not None:
+        return _forced
+    warps = _warps(block.elements, 32)
+    return Launch(_at_once(block, num_sources, warps, 32), warps, 1, 0)
+
+
+def backward_launch(block: Tiles, num_sources: int) -> Launch:
+    if _forced is not None:
+        return _forced
+    warps = _warps(block.elements, 16)
+    return Launch(_at_once(block, num_sources, warps, 16), warps, 1, max(1, 16 // warps))
+
+
+def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
+    """Also the queries that one program takes; their rows share its registers."""
+    at_once = min(4, triton.next_power_of_2(num_queries))
+    while at_once > 1 and block.elements * at_once > 16384:  # 64 a thread of 8 warps
+        at_once //= 2
+    warps = min(8, _warps(block.elements * at_once, 32))
+    return Launch(1, warps, 1, 0), at_once
+
+
+def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
+    """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
+    per_thread = max(2, min(8, 32 // all_queries))
+    columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
+    return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 1, 16)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
+    if device.type != "cuda":
+        return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
+    if launch.programs == 0:
+        return tokens
+    return min(tokens, launch.programs * _num_multiprocessors(device))
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and 16-byte aligned, copied only if it is not."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@triton.jit
+def _table_kernel(p_table, pointers, COUNT: tl.constexpr):
+    for i in tl.static_range(COUNT):
+        tl.store(p_table + i, pointers[i].to(tl.int64))
+
+
+def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], int]:
+    """What the kernels take as each list of tensors, and the number of arguments (0: a table).
+
+    A table is filled by a kernel whose arguments are the pointers, not copied from the host: such
+    a copy would synchronise, and replaying a captured graph would read a host buffer that is gone.
+    """
+    num_sources = len(lists[0])
+    if num_sources == 0:
+        return [torch.empty(1, dtype=torch.int64, device=like.device) for _ in lists], 0
+    if num_sources <= MAX_ARGUMENTS:
+        count = -(-num_sources // 4) * 4  # few sizes to compile
+        return [(*tensors, *[tensors[-1]] * (count - num_sources)) for tensors in lists], count
+    flat = [tensor for tensors in lists for tensor in tensors]
+    table = torch.empty(len(flat) + 128, dtype=torch.int64, device=like.device)
+    for start in range(0, len(flat), 128):
+        chunk = flat[start : start + 128]
+        count = max(32, triton.next_power_of_2(len(chunk)))
+        chunk += [chunk[-1]] * (count - len(chunk))
+        _table_kernel[(1,)](table[start:], tuple(chunk), count, num_warps=1)
+    return [table[i * num_sources :] for i in range(len(lists))], 0

@@ -1,0 +1,229 @@
+"""What a kernel is held to, on the CPU interpreter and on a GPU alike.
+
+Error budget: ``exact`` is the definition in fp64, ``native`` the definition in the working dtype;
+the kernel may be at most twice as far from ``exact`` as ``native`` is. A result that native gets
+exactly right, or to within a few units of fp32, is allowed those few units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from depthroute import ops
+from depthroute.ops import reference
+
+Results = dict[str, Tensor]
+FP32_UNITS = 16 * 2.0**-24  # u - delta cancels, so fp32 results differ by more than one
+
+
+def assert_within_budget(exact: Results, native: Results, kernel: Results) -> None:
+    assert exact.keys() == native.keys() == kernel.keys()
+    over = []
+    for name, truth in exact.items():
+        assert kernel[name].shape == truth.shape, name
+        assert kernel[name].isfinite().all(), f"{name} has values that are not finite"
+        allowed = 2 * _distance(native[name], truth) + FP32_UNITS * float(truth.norm()) + 1e-12
+        found = _distance(kernel[name], truth)
+        if not found <= allowed:
+            over.append(f"{name}: {found:.3e} of {allowed:.3e} allowed")
+    assert not over, "over the error budget: " + "; ".join(over)
+
+
+def _distance(x: Tensor, truth: Tensor) -> float:
+    return float((x.detach().to(truth.dtype) - truth).norm())
+
+
+def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    return [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+
+def with_gradients(
+    function: Callable[..., Sequence[Tensor]],
+    inputs: dict[str, Tensor],
+    grads: Sequence[Tensor],
+    dtype: torch.dtype | None = None,
+) -> Results:
+    """Outputs and gradients by name; ``dtype`` recomputes everything at that precision."""
+    held = dict(zip(inputs, leaves(list(inputs.values()), dtype), strict=True))
+    outputs = function(**held)
+    used = [(o, g.to(o.dtype)) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    torch.autograd.backward([o for o, _ in used], [g for _, g in used])
+    results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    for name, tensor in held.items():
+        grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+        results[f"gradient of {name}"] = grad
+    return results
+
+
+@dataclass(frozen=True)
+class MixCase:
+    sources: int
+    tokens: int
+    width: int
+    heads: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    residual: bool = False
+    norm: bool = False
+    prior: bool = False
+    head_norm: str = "full"
+    centered: bool = False
+    scale: float = 1.0
+    contiguous: bool = True
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        shape = (self.tokens, self.width)
+        made: dict[str, Tensor] = {}
+        for n in range(self.sources):
+            spread = torch.randn((), device=device).exp()
+            wide = torch.randn(self.tokens, 2 * self.width, device=device) * spread
+            source = wide.to(self.dtype)
+            source = source[:, : self.width] if n % 2 else source[:, self.width :]
+            made[f"source {n}"] = source.contiguous() if self.contiguous else source
+        made["query"] = torch.randn(self.width, device=device) / self.width**0.5 * 2
+        made["key weight"] = torch.rand(self.width, device=device) + 0.5
+        if self.residual:
+            made["residual"] = torch.randn(shape, device=device).to(self.dtype) * 4
+        if self.norm:
+            made["norm weight"] = torch.rand(self.width, device=device) + 0.5
+        if self.prior:
+            made["prior"] = torch.randn(shape, device=device)
+            made["prior lse"] = torch.randn(self.tokens, self.heads, device=device) + 1
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        sources = [given[f"source {n}"] for n in range(self.sources)]
+        query, gain, residual = given["query"], given["key weight"], given.get("residual")
+        weight = given.get("norm weight")
+        options: dict = {"heads": self.heads, "head_norm": self.head_norm, "scale": self.scale}
+        if not self.prior:
+            options["centered"] = self.centered
+        else:
+            dtype = self.dtype if given["query"].dtype != torch.float64 else torch.float64
+            options["dtype"] = dtype
+        first = (given["prior"], given["prior lse"]) if self.prior else ()
+        if backend is None:
+            function = reference.depth_mix_merge if self.prior else reference.depth_mix
+            x = function(*first, sources, query, gain, residual=residual, **options)
+            return (x,) if weight is None else (x, reference.rms_norm(x, weight))
+        function = ops.depth_mix_merge if self.prior else ops.depth_mix
+        options.update(residual=residual, backend=backend, norm_weight=weight)
+        x = function(*first, sources, query, gain, **options)
+        return (x,) if weight is None else x
+
+    def check(self, device: str) -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        shape = (self.tokens, self.width)
+        grads = [torch.randn(shape, device=device).to(self.dtype) for _ in range(1 + self.norm)]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
+        assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
+        assert_within_budget(exact, native, kernel)
+
+
+@dataclass(frozen=True)
+class GroupCase:
+    sources: int
+    queries: int
+    tokens: int
+    width: int
+    heads: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    head_norm: str = "full"
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        made = {
+            f"source {n}": torch.randn(self.tokens, self.width, device=device).to(self.dtype)
+            for n in range(self.sources)
+        }
+        shape = (self.queries, self.width)
+        made["queries"] = torch.randn(shape, device=device) / self.width**0.5 * 2
+        made["key weights"] = torch.rand(shape, device=device) + 0.5
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        sources = [given[f"source {n}"] for n in range(self.sources)]
+        function = reference.depth_mix_group if backend is None else ops.depth_mix_group
+        options: dict = {"heads": self.heads, "head_norm": self.head_norm}
+        if backend is not None:
+            options["backend"] = backend
+        return function(sources, given["queries"], given["key weights"], **options)
+
+    def check(self, device: str) -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        grads = [
+            torch.randn(self.queries, self.tokens, last, device=device)
+            for last in (self.width, self.heads)
+        ]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
+        assert set(ran) == {("depth_mix_group", "triton"), ("depth_mix_group_backward", "triton")}
+        assert_within_budget(exact, native, kernel)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    layers: int
+    batch: int
+    tokens: int
+    query_heads: int
+    heads: int
+    width: int
+    value_width: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    transposed: bool = True
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        def draw(heads: int, width: int) -> Tensor:
+            x = torch.randn(self.batch, self.tokens, heads, width, device=device).to(self.dtype)
+            return x.transpose(1, 2) if self.transposed else x.transpose(1, 2).contiguous()
+
+        made = {"query": draw(self.query_heads, self.width)}
+        for n in range(self.layers):
+            made[f"key {n}"] = draw(self.heads, self.width)
+            made[f"value {n}"] = draw(self.heads, self.value_width or self.width)
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        keys = [given[f"key {n}"] for n in range(self.layers)]
+        values = [given[f"value {n}"] for n in range(self.layers)]
+        function = ops.depth_attention_mix if backend else reference.depth_attention_mix
+        options = {"backend": backend} if backend else {}
+        return function(given["query"], keys, values, return_weights=True, **options)
+
+    def check(self, device: str) -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        shape = (self.batch, self.heads, self.tokens, self.value_width or self.width)
+        grads = [torch.randn(shape, device=device).to(self.dtype)]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)[:1]
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g)[:1], inputs, grads)
+        name = "depth_attention_mix"
+        assert ran == {(name, "triton"): 1, (f"{name}_backward", "triton"): 1}
+        assert_within_budget(exact, native, kernel)
+        with torch.no_grad():
+            expected, found = self.call(None, **inputs)[1], self.call("triton", **inputs)[1]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

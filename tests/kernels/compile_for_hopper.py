@@ -1,0 +1,62 @@
+"""Compiles the kernels for an H100 or H200 without one; run by test_kernels_compile.
+
+The interpreter runs code that the compiler refuses (a device function whose branches return
+different shapes, say), so a GPU-less CI needs both. The ops are called on CPU tensors with a driver
+that names a Hopper target and a launcher that stops after compiling.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from depthroute.ops import backends
+from tests.kernels.cases import AttentionCase, GroupCase, MixCase
+
+CASES = [
+    MixCase(9, 3, 1024),
+    MixCase(33, 3, 7168, residual=True, norm=True),
+    MixCase(3, 3, 1000, heads=4, head_norm="slice", centered=True, dtype=torch.float16),
+    MixCase(1, 1, 96, prior=True, dtype=torch.float32),
+    GroupCase(9, 8, 3, 1024),
+    GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
+    AttentionCase(3, 1, 3, 4, 2, 64),
+]
+
+
+class HopperDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> int:
+    driver.set_active(HopperDriver())  # pyright: ignore[reportArgumentType]
+    backends.INTERPRETS = True  # lets CPU tensors through to the launchers
+    run, compiled = JITFunction.run, set()
+
+    def stop_after_compiling(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.add(kernel.metadata.name)
+        return kernel
+
+    JITFunction.run = stop_after_compiling
+    for case in CASES:
+        inputs = {name: t.requires_grad_() for name, t in case.inputs("cpu").items()}
+        outputs = [o for o in case.call("triton", **inputs) if o.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    print(*sorted(compiled), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The kernels on the CPU, interpreted; the same cases as on a GPU, smaller.
+
+Triton decides at import whether to interpret, so in an ordinary test process this file only starts
+another one with TRITON_INTERPRET=1, in which the tests below run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from depthroute import ops
+from depthroute.errors import BackendError
+from tests.kernels.cases import AttentionCase, GroupCase, MixCase
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is that process")
+def test_every_kernel_agrees_with_its_definition_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    for name in [n for n in environment if n.startswith("PYTEST_")]:
+        del environment[name]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on the CPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes the kernels")
+def test_asking_for_triton_without_a_gpu_is_an_error_and_auto_is_torch():
+    source = torch.randn(2, 8)
+    with pytest.raises(BackendError, match="no cpu device"):
+        ops.depth_mix([source, source], torch.zeros(8), backend="triton")
+    with ops.record_backends() as ran:
+        ops.depth_mix([source, source], torch.zeros(8))
+    assert ran == {("depth_mix", "torch"): 1}
+
+
+MIX = [
+    MixCase(1, 3, 96, dtype=fp32),
+    MixCase(2, 5, 96, heads=4),
+    MixCase(7, 3, 1000, heads=8),
+    MixCase(7, 3, 1000, dtype=fp16, contiguous=False),
+    MixCase(33, 2, 96, heads=8, dtype=fp32),
+    MixCase(5, 4, 96, heads=3, head_norm="slice"),
+    MixCase(5, 4, 96, residual=True, scale=5 / 6),
+    MixCase(5, 4, 96, residual=True, centered=True, dtype=fp32),
+    MixCase(3, 2, 7168),
+    MixCase(3, 4, 96, prior=True, residual=True),
+    MixCase(1, 4, 96, prior=True, heads=4, dtype=fp32),
+    MixCase(0, 4, 96, prior=True, dtype=fp32),
+    MixCase(4, 5, 96, norm=True, residual=True),
+    MixCase(4, 5, 96, norm=True, heads=4, scale=4.0, dtype=fp32),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", MIX, ids=str)
+def test_depth_mix_keeps_the_error_budget(case: MixCase):
+    case.check("cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
+def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
+    monkeypatch.setattr("depthroute.ops._triton_mix.FROM_MIX_BYTES", 0)
+    MixCase(5, 9, 256, dtype=dtype).check("cpu")
+    MixCase(5, 9, 256, heads=4, dtype=dtype, scale=5.0).check("cpu")
+    MixCase(5, 9, 256, norm=True, dtype=dtype).check("cpu")
+
+
+GROUP = [
+    GroupCase(3, 1, 3, 96, dtype=fp32),
+    GroupCase(3, 5, 3, 96, heads=4),
+    GroupCase(5, 3, 4, 96, heads=3, head_norm="slice"),
+    GroupCase(2, 2, 2, 1000, dtype=fp16),
+    GroupCase(2, 6, 2, 384),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", GROUP, ids=str)
+def test_phase_one_keeps_the_error_budget(case: GroupCase):
+    case.check("cpu")
+
+
+ATTENTION = [
+    AttentionCase(3, 2, 5, 4, 2, 16),
+    AttentionCase(1, 1, 3, 2, 2, 24, value_width=40, dtype=fp32),
+    AttentionCase(4, 2, 5, 6, 2, 48, dtype=fp16, transposed=False),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", ATTENTION, ids=str)
+def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
+    case.check("cpu")
+
+
+@interpreted
+def test_centred_weights_vanish_exactly_at_zero_queries():
+    sources = [torch.randn(3, 96) for _ in range(5)]
+    residual = torch.randn(3, 96)
+    x = ops.depth_mix(sources, torch.zeros(96), residual=residual, centered=True, backend="triton")
+    assert torch.equal(x, residual)
+
+
+@interpreted
+def test_scale_preserving_mix_of_complete_sources_is_their_sum():
+    sources = [torch.randn(3, 96) for _ in range(4)]
+    x = ops.depth_mix(sources, torch.zeros(96), scale=4.0, backend="triton")
+    torch.testing.assert_close(x, sources[0] + sources[1] + sources[2] + sources[3])
+
+
+@interpreted
+def test_double_precision_is_refused_and_auto_takes_torch():
+    source = torch.randn(2, 8, dtype=torch.float64)
+    with pytest.raises(BackendError, match="float64"):
+        ops.depth_mix([source, source], torch.zeros(8), backend="triton")
+
+
+@interpreted
+def test_the_registered_ops_pass_opcheck():
+    sources = [torch.randn(3, 96, requires_grad=True) for _ in range(3)]
+    query = torch.randn(96, requires_grad=True)
+    none = (None, None, None)
+    arguments = (sources, query, *none, None, 1e-6, 2, False, False, 1.0, 1e-6, torch.float32)
+    torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
+    weight = torch.rand(96, requires_grad=True)
+    arguments = (sources, query, *none, weight, 1e-6, 2, False, False, 1.0, 1e-6, torch.float32)
+    torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
