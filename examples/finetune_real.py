@@ -33,9 +33,8 @@ METHODS = {
 
 def tokenised(path: Path, tokenizer, limit: int) -> np.ndarray:
     """Documents of a JSONL file (.xz or plain), separated by the end-of-text token."""
-    opened = lzma.open(path, "rt") if path.suffix == ".xz" else path.open()
     pieces, count = [], 0
-    with opened as lines:
+    with (lzma.open if path.suffix == ".xz" else open)(path, "rt") as lines:
         for line in lines:
             ids = tokenizer(json.loads(line)["text"], add_special_tokens=False, verbose=False)
             pieces.append([*ids.input_ids, tokenizer.eos_token_id])

@@ -381,13 +381,36 @@ def _evaluation(config: RoutingConfig, plan: Plan) -> tuple[int | None, str]:
         return None, "one pass: centred weights are exactly zero at step 0 only in one pass"
     if config.evaluation == "one_pass":
         return None, "one pass: asked for"
-    if plan.block_size > 1:
-        size, why = plan.block_size, "the finished blocks do not change within a block"
-        size = config.group_size or size
-    else:
-        # reads per sublayer are about S/G + G/2 + 2 with S = num_sublayers/2 on average
-        size = config.group_size or max(2, round(math.sqrt(plan.num_sublayers)))
-        why = f"S/G + G/2 + 2 reads a sublayer are fewest near G={size}"
+    group, grouped, single = _cheapest_group(config.group_size, plan)
+    costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
     if config.evaluation == "two_phase":
-        return size, f"two phases in groups of {size}: asked for; {why}"
-    return None, "one pass"
+        return group, f"two phases in groups of {group}: asked for; {costs}"
+    if grouped < TWO_PHASE_PAYS * single:
+        return group, f"two phases in groups of {group}: {costs}"
+    return None, f"one pass: two phases in groups of {group} would take {costs}"
+
+
+TWO_PHASE_PAYS = 2 / 3
+"""Two phases keep one more activation per sublayer for backward, so they must save a third."""
+
+
+def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
+    """The group size with the least memory traffic, its cost, and that of one pass.
+
+    Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
+    source gradients accumulated in the kernels. One pass over S sources: S + 2 forward, 3S + 2
+    backward. Two phases with E newer sources: (5S)/G + 3 in phase 1, 4E + 6 in phase 2.
+    """
+    count = plan.num_sublayers
+    average = sum(plan.num_sources(i) for i in range(count)) / count
+    candidates = [asked] if asked else [plan.block_size] if plan.block_size > 1 else []
+    costs = {}
+    for size in candidates or range(2, count + 1):
+        newer = finished = 0
+        for i in range(count):
+            start = i - i % size
+            finished += plan.num_finished(start)
+            newer += plan.num_sources(i) - plan.num_finished(start)
+        costs[size] = 5 * finished / count / size + 4 * newer / count + 9
+    best = min(costs, key=lambda size: costs[size])
+    return best, costs[best], 4 * average + 4

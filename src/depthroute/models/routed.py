@@ -5,8 +5,8 @@ A transformers decoder computes embeddings, masks and rotary tables, runs
 value it hands from layer to layer is a :class:`LayerState` holding the residual stream, so every
 family keeps its own preamble, cache and head, and this file holds the only layer body:
 
-    x      = stream.read(site)
-    stream = stream.push(sublayer(norm(x)))
+    x, stream = stream.take(site)
+    stream    = stream.push(sublayer(norm(x)))
 
 The classes are made from the family's own (``RoutedLlamaDecoderLayer`` is a ``LlamaDecoderLayer``)
 and share its parameters' names, so checkpoints, PEFT targets and device maps stay valid.
@@ -101,7 +101,7 @@ class RoutedLayer(nn.Module):
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(stream, kwargs)
-        x = stream.read(sites.at(stream.index))
+        x, stream = stream.take(sites.at(stream.index))
         if memory is None:
             output = self._attend(x, kwargs)
         else:
@@ -111,7 +111,7 @@ class RoutedLayer(nn.Module):
             stream = stream.push(output + self._run(spec.mlp, x))
         else:
             stream = stream.push(output)
-            x = stream.read(sites.at(stream.index))
+            x, stream = stream.take(sites.at(stream.index))
             stream = stream.push(self._run(spec.mlp, x))
         return LayerState(stream, memory)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,48 +68,30 @@ class Site(nn.Module):
         sources: Sequence[Tensor],
         residual: Tensor | None = None,
         *,
-        centered: bool = False,
-        scale: float = 1.0,
+        prior: Tensor | None = None,
+        prior_lse: Tensor | None = None,
+        **options: Any,
     ) -> Tensor:
-        """``scale * (residual + mix)`` over ``sources``."""
-        assert self.query is not None
-        return ops.depth_mix(
-            sources,
-            self.query,
-            self.key_weight,
-            residual,
-            self.eps,
-            self.heads,
-            head_norm=self.head_norm,
-            centered=centered,
-            scale=scale,
+        """``scale * (residual + mix)`` over ``sources``, after a finished group's ``prior``."""
+        arguments = self._arguments(residual)
+        if prior is None:
+            return ops.depth_mix(sources, *arguments, head_norm=self.head_norm, **options)
+        assert prior_lse is not None
+        return ops.depth_mix_merge(
+            prior, prior_lse, sources, *arguments, head_norm=self.head_norm, **options
         )
 
-    def merge(
-        self,
-        prior: Tensor,
-        prior_lse: Tensor,
-        sources: Sequence[Tensor],
-        residual: Tensor | None = None,
-        *,
-        scale: float = 1.0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """The same from a finished group's output and the sources made since."""
-        assert self.query is not None
-        return ops.depth_mix_merge(
-            prior,
-            prior_lse,
-            sources,
-            self.query,
-            self.key_weight,
-            residual,
-            self.eps,
-            self.heads,
-            head_norm=self.head_norm,
-            scale=scale,
-            dtype=dtype,
+    def mix_carried(
+        self, sources: Sequence[Tensor], residual: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same, and the sources to hand on to the next site."""
+        return ops.depth_mix_carried(
+            sources, *self._arguments(residual), head_norm=self.head_norm, **options
         )
+
+    def _arguments(self, residual: Tensor | None) -> tuple[Any, ...]:
+        assert self.query is not None, "this site has a gate alone"
+        return self.query, self.key_weight, residual, self.eps, self.heads
 
     @torch.no_grad()
     def weights(self, sources: Sequence[Tensor]) -> Tensor:

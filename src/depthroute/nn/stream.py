@@ -100,15 +100,29 @@ class ResidualStream:
 
     def read(self, site: Site | None = None) -> Tensor:
         """What the next sublayer receives, before its own norm."""
-        x = self._read(site)
+        return self._read(site, carries=False)[0]
+
+    def take(self, site: Site | None = None) -> tuple[Tensor, ResidualStream]:
+        """:meth:`read`, and the stream to go on with.
+
+        The stream holds the same values. Where the kernels can, its sources are those the read
+        handed on (:mod:`depthroute.ops.carry`), so that in backward every source's gradient is
+        accumulated inside the kernels instead of by autograd, three passes a source and site.
+        """
+        held = self.sources[0] if self.sources else self.state
+        assert held is not None
+        return self._read(site, carries=torch.is_grad_enabled() and held.device.type == "cuda")
+
+    def _read(self, site: Site | None, carries: bool) -> tuple[Tensor, ResidualStream]:
+        x, after = self._route(site, carries)
         if self.observer is not None:
             self.observer.on_read(self, site, x)
-        return x
+        return x, after
 
-    def _read(self, site: Site | None) -> Tensor:
+    def _route(self, site: Site | None, carries: bool) -> tuple[Tensor, ResidualStream]:
         plan = self.plan
         if not plan.reads_mix(self.index):
-            return self.state if self.state is not None else self.value
+            return (self.state if self.state is not None else self.value), self
         sources = self.visible()
         count = len(sources)
         if site is None and plan.has_site(self.index):
@@ -119,25 +133,43 @@ class ResidualStream:
         residual = self.state if plan.is_additive or plan.is_centered else None
         if plan.has_gate(self.index):
             assert site is not None and site.gate is not None and self.state is not None
-            mix = self._mix(site) if plan.has_query(self.index) else sources[0]
-            return self.state + site.gate.to(mix.dtype) * mix
+            mix, after = sources[0], self
+            if plan.has_query(self.index):
+                mix, after = self._mix(site, carries)
+            return self.state + site.gate.to(mix.dtype) * mix, after
         scale = 1.0
         if plan.is_scale_preserving:
             scale = count / (count + 1) if plan.is_additive else float(count)
         if not plan.has_query(self.index):
             x = sources[0] if residual is None else residual + sources[0]
-            return x if scale == 1.0 else x * scale
+            return (x if scale == 1.0 else x * scale), self
         assert site is not None
-        return self._mix(site, residual, scale)
+        return self._mix(site, carries, residual, scale)
 
-    def _mix(self, site: Site, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    def _mix(
+        self, site: Site, carries: bool, residual: Tensor | None = None, scale: float = 1.0
+    ) -> tuple[Tensor, ResidualStream]:
         """One pass over everything visible, or phase 2 after a group's phase 1."""
         sources, plan = self.visible(), self.plan
-        if not self.priors:
-            return site.mix(sources, residual, centered=plan.is_centered, scale=scale)
-        prior, lse = self.priors[0]
-        newer = sources[plan.num_finished(plan.group(self.index).start) :]
-        return site.merge(prior, lse, newer, residual, scale=scale, dtype=sources[0].dtype)
+        finished, prior, lse = 0, None, None
+        if self.priors:
+            prior, lse = self.priors[0]
+            finished = plan.num_finished(plan.group(self.index).start)
+        newer = sources[finished:]
+        options: dict[str, Any] = {"scale": scale}
+        if prior is None:
+            options["centered"] = plan.is_centered
+        else:
+            options |= {"prior": prior, "prior_lse": lse, "dtype": sources[0].dtype}
+        if not carries:
+            return site.mix(newer, residual, **options), self
+        x, handed = site.mix_carried(newer, residual, **options)
+        return x, self._with_visible((*sources[:finished], *handed))
+
+    def _with_visible(self, sources: tuple[Tensor, ...]) -> ResidualStream:
+        count = len(self.sources)
+        partial = sources[count] if len(sources) > count else self.partial
+        return replace(self, sources=sources[:count], partial=partial)
 
     def push(self, output: Tensor) -> ResidualStream:
         """The stream after a sublayer added ``output``."""
@@ -191,15 +223,18 @@ class ResidualStream:
         some = next(site for site in sites if site is not None)
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
         gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
-        outputs, lses = ops.depth_mix_group(
-            self.sources,
-            queries,
-            gains,
-            self.plan.eps,
-            self.plan.heads,
-            head_norm=self.plan.head_norm,
-        )
-        return replace(self, priors=tuple(zip(outputs.unbind(), lses.unbind(), strict=True)))
+        options: dict[str, Any] = {"head_norm": self.plan.head_norm}
+        arguments = self.sources, queries, gains, self.plan.eps, self.plan.heads
+        after = self
+        if torch.is_grad_enabled() and queries.device.type == "cuda":
+            # phase-1 outputs are kept for backward, so they take the room of an activation
+            outputs, lses, handed = ops.depth_mix_group_carried(
+                *arguments, dtype=self.sources[0].dtype, **options
+            )
+            after = replace(self, sources=tuple(handed))
+        else:
+            outputs, lses = ops.depth_mix_group(*arguments, **options)
+        return replace(after, priors=tuple(zip(outputs.unbind(), lses.unbind(), strict=True)))
 
     def finish(self, site: Site | None = None) -> Tensor:
         """What the final norm reads."""
