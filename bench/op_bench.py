@@ -33,6 +33,9 @@ from depthroute.ops import reference
 SOURCES = (5, 9, 17, 33, 57)
 WIDTHS = (1024, 2048, 4096, 7168)
 GATE_TOKENS = 257
+READS_OVER_COPIES = 1.12
+"""Mostly reading is faster than copying, which also turns the bus around: the datasheet's 4.8 TB/s
+over the 4.23 to 4.28 TB/s that a copy reaches on an H200. Anything above is a wrong measurement."""
 
 
 def num_tokens(sources: int) -> int:
@@ -180,9 +183,9 @@ def bench_operator(args: argparse.Namespace, record: dict[str, Any]) -> None:
                     record["failed"] = True
                 else:
                     row.update(time_mix(mix, sources, width, record["ceiling"]))
-                    if max(row["forward_frac"], row["both_frac"]) > 1:
+                    if max(row["forward_frac"], row["both_frac"]) > READS_OVER_COPIES:
                         record["failed"] = True
-                        print("  faster than the copy ceiling: the ceiling or the timing is wrong")
+                        print("  faster than memory: the ceiling or the timing is wrong")
                     print(f"{sources:3} {row['N']:6} {width:5} {name:>9} {row['budget']:7.2f} "
                           f"{row['forward_ms']:8.4f} {row['forward_frac']:5.3f} "
                           f"{row['both_ms']:8.4f} {row['both_frac']:5.3f}", flush=True)  # fmt: skip
