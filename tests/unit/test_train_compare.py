@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from depthroute import presets
+from depthroute import diagnostics, presets
 from depthroute.errors import ConfigError
 from depthroute.train import compare, prepare
 from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
@@ -250,3 +250,23 @@ def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path):
 def test_a_comparison_needs_seeds_that_differ():
     with pytest.raises(ConfigError, match=r"seeds=\[0, 0\] must be at least one, each named once"):
         small(seeds=(0, 0))
+
+
+def test_every_trained_method_and_seed_is_looked_at_on_the_same_held_out_tokens(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    seen = []
+
+    def look(model, tokens):
+        seen.append(tokens)
+        return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
+
+    run_comparison(small(), run, look=look)
+    traces = run.read_json("traces.json")["traces"]
+    pairs = [(t["seed"], t["method"]) for t in traces]
+    assert pairs == [(s, m) for s in (0, 1) for m in ("standard", "attnres-block", "delta")]
+    assert all(torch.equal(tokens, seen[0]) for tokens in seen)
+    for found in traces:
+        assert found["num_layers"] == 2 and len(found["sublayers"]) == 4
+        assert found["peak_memory_bytes"] is None  # the CPU does not count
+        assert bool(found["sites"]) == (found["method"] != "standard")
+    assert {site["kind"] for site in traces[2]["sites"]} == {"attention", "mlp"}
