@@ -1,4 +1,4 @@
-"""`depthroute inspect` and `depthroute generate`: what a model routes and what it says."""
+"""`depthroute inspect`, `generate` and `report`: what a model routes, says and learned."""
 
 from __future__ import annotations
 
@@ -111,3 +111,33 @@ def load(name: str, device: str, *, needs_routing: bool = False) -> tuple[Any, A
             "convert it first (depthroute convert)"
         )
     return model.to(where), load_tokenizer(tokenizer_source(name))
+
+
+@app.command(epilog="Example: `depthroute report runs/compare-1 --out report.html`")
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories of `depthroute compare`.")],
+    out: Annotated[Path, typer.Option(help="Page to write.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None, typer.Option(help="Also write every figure as SVG into this folder.")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Heading; left out, the runs' names.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one self-contained page of one or several runs: curves, routing maps, cost.
+
+    The page needs no network and no other file. Hover for values, click a legend entry to hide
+    a method everywhere, and save any panel as SVG or PNG.
+    """
+    from depthroute.diagnostics.report import write_figures, write_report
+
+    data = write_report(runs, out, title)
+    written = [] if figures is None else write_figures(runs, figures)
+    if as_json:
+        print(json.dumps(data, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    size = out.stat().st_size / 1024
+    console.print(f"{len(data['series'])} methods of {len(data['runs'])} runs")
+    console.print(f"written: {out} ({size:,.0f} KiB)")
+    if written:
+        console.print(f"written: {len(written)} figures in {figures}")

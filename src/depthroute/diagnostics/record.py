@@ -22,12 +22,12 @@ def layer_of(name: str, num_layers: int) -> int:
 
 def record(trace: Trace) -> dict[str, Any]:
     """Every source is named once, in ``sources``; sites refer to it by position."""
-    positions: dict[str, int] = {}
+    names = dict.fromkeys(name for site in trace.sites.values() for name in site.source_names)
+    ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
+    positions = {name: position for position, name in enumerate(ordered)}
     num_layers = 1 + max(layer_of(name, 0) for name in trace.sublayers)
     sites = []
     for site in trace.sites.values():
-        for name in site.source_names:
-            positions.setdefault(name, len(positions))
         sites.append(
             {
                 "name": site.name,
@@ -56,7 +56,7 @@ def record(trace: Trace) -> dict[str, Any]:
         "loss": trace.loss,
         "num_layers": num_layers,
         "mean_normalised_max": None if mean is None else _short(mean),
-        "sources": list(positions),
+        "sources": ordered,
         "sites": sites,
         "sublayers": sublayers,
     }
