@@ -111,7 +111,7 @@ def test_env_and_presets_print_tables(depthroute):
     assert "delta-7.57b" in depthroute("presets")[1]
 
 
-COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands)
+COMMANDS = sorted(c.name or c.callback.__name__ for c in app.registered_commands)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

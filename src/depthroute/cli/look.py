@@ -31,11 +31,11 @@ def inspect(
     A row is a site, a column a source; darker is more weight. `max` and `entropy` are normalised
     by the number of sources, so that sites of different depth compare.
     """
-    from depthroute.cli.convert import _read
+    from depthroute.cli.convert import read_text
     from depthroute.diagnostics import record, trace
     from depthroute.diagnostics.terminal import routing_map
 
-    content = _read(text)
+    content = read_text(text)
     with Console(stderr=True).status("running the model"):
         routed, tokenizer = load(model, device, needs_routing=True)
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
