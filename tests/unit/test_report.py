@@ -139,6 +139,20 @@ def test_a_run_without_traces_or_memory_still_gives_its_curves(tmp_path):
     assert all(s["difference"] is None for s in data["series"])
 
 
+def test_runs_of_one_model_each_are_set_beside_the_standard_one(tmp_path):
+    """What `train` leaves: one method, no preset where it was fine-tuned, no baselines."""
+    runs = [write_run(tmp_path / m, (m,), seeds=(0,)) for m in ("standard", "delta")]
+    for run in runs:
+        config = json.loads((run / "config.json").read_text())
+        config |= {"kind": "finetune", "base": "some/model", "preset": None}
+        del config["data"]["baselines"]
+        (run / "config.json").write_text(json.dumps(config))
+    data = write_report(runs, tmp_path / "page.html")
+    assert [s["label"] for s in data["series"]] == ["standard · standard", "delta · delta"]
+    assert [s["cost"]["relative_speed"] for s in data["series"]] == [1.0, 1.0]
+    assert "some/model" in Page((tmp_path / "page.html").read_text()).scripts[0]
+
+
 def test_names_cannot_break_out_of_the_page(tmp_path):
     run = write_run(tmp_path / "<b>run", ("standard", "delta"))
     write_report([run], tmp_path / "page.html", title="</script><script>alert(1)</script>")

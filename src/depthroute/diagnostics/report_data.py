@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from depthroute.errors import DepthrouteError
 from depthroute.train.methods import BASELINE
+from depthroute.train.run_directory import RunDirectory
 from depthroute.train.summary import summarise
 
 CURVE_POINTS = 60
@@ -33,7 +33,22 @@ def collect(paths: list[Path]) -> dict[str, Any]:
             label = row["method"] if len(runs) == 1 else f"{row['method']} · {run['name']}"
             found = _series(row, run, records, traces)
             series.append({"label": label, "run": position, "method": row["method"]} | found)
+    _relate(series)
     return {"runs": runs, "series": series}
+
+
+def _relate(series: list[dict[str, Any]]) -> None:
+    """Runs of one model each are set beside the one standard model there is."""
+    standard = [s["cost"] for s in series if s["method"] == BASELINE]
+    if len(standard) != 1:
+        return
+    for cost in (s["cost"] for s in series):
+        for relative, absolute in (
+            ("relative_speed", "tokens_per_second"),
+            ("relative_memory", "peak_memory_bytes"),
+        ):
+            if cost[relative] is None and cost[absolute] and standard[0][absolute]:
+                cost[relative] = cost[absolute] / standard[0][absolute]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -42,20 +57,15 @@ def _read(path: Path) -> dict[str, Any]:
             f"{str(path)!r} is not a run directory: config.json or metrics.jsonl is missing. Give "
             "the directory that `depthroute compare --out` wrote"
         )
+    run = RunDirectory(path)
     try:
-        config = json.loads((path / "config.json").read_text())
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
-        traces: list[dict[str, Any]] = []
-        if (path / "traces.json").exists():
-            traces = json.loads((path / "traces.json").read_text())["traces"]
+        config = run.read_json("config.json")
+        records = list(run.records())
+        has_traces = (path / "traces.json").exists()
+        traces = run.read_json("traces.json")["traces"] if has_traces else []
+        config = _complete(config)
     except (OSError, ValueError, KeyError) as error:
         raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
-    if config.get("kind") != "compare":
-        raise ReportError(
-            f"{str(path)!r} is a run of kind {config.get('kind')!r}; a report takes runs of "
-            "`depthroute compare`"
-        )
     return {
         "name": path.resolve().name,
         "config": config,
@@ -65,6 +75,14 @@ def _read(path: Path) -> dict[str, Any]:
     }
 
 
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """A run of one model has no preset when it was fine-tuned, and no n-gram baselines."""
+    preset = config.get("preset") or {"name": config.get("base") or config["kind"], "model": {}}
+    if isinstance(preset, str):
+        preset = {"name": preset, "model": {}}
+    return config | {"preset": preset, "data": {"baselines": {}} | config["data"]}
+
+
 def _series(
     row: dict[str, Any],
     run: dict[str, Any],
@@ -72,7 +90,8 @@ def _series(
     traces: list[dict[str, Any]],
 ) -> dict[str, Any]:
     method, train = row["method"], run["config"]["train"]
-    tokens_per_step = train["batch_size"] * train["sequence_length"]
+    steps = (r["tokens"] for r in records if r["event"] == "step")
+    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
     validation = _by_seed(records, "validation", method)
     training = {
         seed: _thin({step + 1: loss for step, loss in curve.items()})

@@ -190,7 +190,9 @@ def _facet(
     if facet.has_zero_line and low < 0 < high:
         parts.append(_rule(f"M{x0:.1f} {at_y(0):.1f}h{w:.1f}", "zero", FAINT))
     parts.append(_rule(f"M{x0:.1f} {y0 + h:.1f}h{w:.1f}", "axis", FAINT))
-    for tick in nice_ticks(low_x, high_x, max(2, int(w / 75))):
+    for tick in nice_ticks(low_x, high_x, max(2, int(w / 62))):
+        if facet.x_kind == "number" and tick != round(tick):
+            continue  # there is no layer 1.5
         words = count_text(tick) if facet.x_kind == "tokens" else tick_text(tick)
         parts.append(text(at_x(tick), y0 + h + 16, words, anchor="middle"))
     parts.append(text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"))
