@@ -172,6 +172,32 @@ def test_a_missing_task_file_says_what_was_looked_for(tmp_path):
         local_tasks.write_definitions(("piqa",), tmp_path, _any_harness(tmp_path), tmp_path / "o")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"goal": "dry", "sol1": "a", "label": 0}\n', "line 1 lacks sol2"),
+        ("[1]\n", "line 1 is no JSON object"),
+        ("", "holds no items"),
+    ],
+)
+def test_items_without_their_fields_are_refused_before_the_model_runs(tmp_path, content, message):
+    (tmp_path / "piqa.validation.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        local_tasks.write_definitions(("piqa",), tmp_path, _any_harness(tmp_path), tmp_path / "o")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_the_hub_the_error_names_the_way_out(harness, depthroute, folder, monkeypatch):
+    import lm_eval
+
+    def offline(**_):
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", offline)
+    status, _, err = depthroute("eval", folder, "--tasks", "piqa")
+    assert status == 2 and "--task-data DIR" in err.splitlines()[-1]
+
+
 def _any_harness(folder):
     (folder / "piqa").mkdir()
     (folder / "piqa" / "piqa.yaml").write_text("{}")

@@ -28,6 +28,18 @@ DEFINITIONS = {
 }
 """Where the harness keeps each task, in its folder of tasks."""
 
+FIELDS = {
+    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
+    "arc_easy": {"question", "choices", "answerKey"},
+    "arc_challenge": {"question", "choices", "answerKey"},
+    "piqa": {"goal", "sol1", "sol2", "label"},
+    "winogrande": {"sentence", "option1", "option2", "answer"},
+    "boolq": {"question", "passage", "label"},
+    "mmlu": {"question", "choices", "answer", "subject"},
+    "lambada_openai": {"text"},
+}
+"""What the harness's task files read of an item."""
+
 TASKS = tuple(DEFINITIONS)
 SPLITS = ("test", "validation")
 _SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
@@ -61,6 +73,7 @@ def write_definitions(tasks: Iterable[str], data: Path, harness: Path, out: Path
             )
         copy = out / f"{task}.{split}.jsonl"
         _copy(source, copy)
+        _check(copy, source, FIELDS[task])
         if task == "mmlu":
             _write_mmlu(copy, split, definition.parent, out)
         else:
@@ -74,6 +87,24 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(reader, writer)
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(f"cannot read {str(source)!r}: {error}") from error
+
+
+def _check(copy: Path, source: Path, fields: set[str]) -> None:
+    """Here rather than deep inside the harness: every line is an item with its fields."""
+    number = 0
+    with copy.open(encoding="utf-8") as handle:
+        for number, line in enumerate(handle, 1):
+            try:
+                missing = fields - json.loads(line).keys()
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(f"{source.name} line {number} is no JSON object") from error
+            if missing:
+                raise ConfigError(
+                    f"{source.name} line {number} lacks {', '.join(sorted(missing))}; the data "
+                    "set's own fields are needed"
+                )
+    if not number:
+        raise ConfigError(f"{source.name} holds no items")
 
 
 def _data(definition: Path, file: Path, split: str, cache: Path) -> dict[str, Any]:

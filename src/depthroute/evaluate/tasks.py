@@ -70,7 +70,13 @@ def run_tasks(
         if data is not None:
             where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthroute-")))
             write_definitions(tasks, data, harness_folder(), where)
-        found = evaluate(model, tokenizer, tasks, where, limit=limit, batch_size=batch_size)
+        try:
+            found = evaluate(model, tokenizer, tasks, where, limit=limit, batch_size=batch_size)
+        except ConnectionError as error:
+            raise DepthrouteError(
+                f"lm-eval could not load its data: {error}. Connect, or give local copies with "
+                "--task-data DIR"
+            ) from error
     return scores(found, tasks)
 
 
