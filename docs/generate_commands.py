@@ -47,7 +47,8 @@ def _section(name: str, command: Any) -> str:
             spelled = next(iter(given), "--" + parameter.name.replace("_", "-"))
             spelled += "" if kind is bool else f" {WORDS[kind]}"
             usage += [spelled] if is_required else []
-        default = "" if parameter.default in (None, False) else f"`{parameter.default}`"
+        is_off = parameter.default is None or parameter.default is False
+        default = "" if is_off else f"`{parameter.default}`"
         default = "required" if is_required else default
         meaning = " ".join((info.help or "").split()).replace("|", "\\|")
         rows.append(f"| `{spelled}` | {default} | {meaning} |")
