@@ -30,3 +30,10 @@ def test_the_page_names_every_command_with_an_example(generator):
         assert f"\n## {name}\n" in page
         assert f"Example: `depthroute {name}" in page
     assert "`--json`" in page and "`--set TEXT`" in page and "--as-json" not in page
+
+
+def test_the_picture_of_the_report_page_is_there_and_small():
+    page = (DOCS / "report.md").read_text()
+    assert "(images/report.png)" in page
+    picture = (DOCS / "images" / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) < 400_000

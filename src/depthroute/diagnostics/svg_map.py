@@ -89,7 +89,7 @@ def _map(
             by_level.setdefault(level, []).append(cell)
             if wide >= 26 and height >= 14:
                 shown = f"{weight:.2f}".removeprefix("0")
-                kind = "over" if level > LEVELS // 2 else "under"
+                kind = "over" if level > 0.6 * LEVELS else "under"
                 color = "#ffffff" if kind == "over" else INK
                 figures.append(
                     f'<text class="{kind}" x="{x + wide / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" '
