@@ -153,6 +153,20 @@ def test_runs_of_one_model_each_are_set_beside_the_standard_one(tmp_path):
     assert "some/model" in Page((tmp_path / "page.html").read_text()).scripts[0]
 
 
+def test_magnitudes_of_zero_and_unknown_ones_are_drawn_and_left_out(tmp_path):
+    run = write_run(tmp_path / "run", ("standard", "delta"), seeds=(0,))
+    traces = json.loads((run / "traces.json").read_text())
+    for trace in traces["traces"]:
+        trace["sublayers"][0] |= {"output_rms": 0.0, "gradient_rms": None}
+        trace["sublayers"][2]["gradient_rms"] = None
+    (run / "traces.json").write_text(json.dumps(traces))
+    data = write_report([run], tmp_path / "page.html")
+    (magnitudes,) = [f for f in figures(data) if f.name == "magnitudes"]
+    facets = {f["title"]: f for f in magnitudes.hover["facets"]}
+    assert facets["Attention: output rms"]["lines"][0]["y"][0] == 0
+    assert len(facets["Attention: gradient rms at the output"]["lines"][0]["x"]) == 4
+
+
 def test_names_cannot_break_out_of_the_page(tmp_path):
     run = write_run(tmp_path / "<b>run", ("standard", "delta"))
     write_report([run], tmp_path / "page.html", title="</script><script>alert(1)</script>")

@@ -137,7 +137,8 @@ def report(
         return
     console = Console(highlight=False, soft_wrap=True)
     size = out.stat().st_size / 1024
-    console.print(f"{len(data['series'])} methods of {len(data['runs'])} runs")
+    count = len(data["runs"])
+    console.print(f"{len(data['series'])} methods of {count} run{'' if count == 1 else 's'}")
     console.print(f"written: {out} ({size:,.0f} KiB)")
     if written:
         console.print(f"written: {len(written)} figures in {figures}")

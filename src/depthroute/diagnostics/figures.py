@@ -141,7 +141,7 @@ def _magnitudes(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     ):
         for kind, words in (("attention", "Attention"), ("mlp", "MLP")):
             lines = _by_depth(data, looks, "sublayers", kind, measure)
-            values = [y for line in lines for y in line.y if y > 0]
+            values = [y for line in lines for y in line.y]
             if not values:
                 continue
             facets.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from depthroute.diagnostics.trace import Trace
@@ -45,9 +46,9 @@ def record(trace: Trace) -> dict[str, Any]:
             "name": s.name,
             "kind": kind_of(s.name),
             "layer": layer_of(s.name, num_layers),
-            "output_rms": _short(s.output_rms),
-            "stream_rms": _short(s.stream_rms),
-            "gradient_rms": None if s.gradient_rms is None else _short(s.gradient_rms),
+            "output_rms": _finite(s.output_rms),
+            "stream_rms": _finite(s.stream_rms),
+            "gradient_rms": _finite(s.gradient_rms),
         }
         for s in trace.sublayers.values()
     ]
@@ -60,6 +61,11 @@ def record(trace: Trace) -> dict[str, Any]:
         "sites": sites,
         "sublayers": sublayers,
     }
+
+
+def _finite(value: float | None) -> float | None:
+    """A half-precision magnitude can overflow, and JSON has no infinity."""
+    return _short(value) if value is not None and math.isfinite(value) else None
 
 
 def _short(value: float) -> float:
