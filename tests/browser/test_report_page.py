@@ -15,6 +15,7 @@ FLAGS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 CASES = {
     "two runs": [(("standard", "delta"), 6), (("standard", "delta-block"), 6)],
     "six methods": [(METHODS, 6)],
+    "six runs": [((method,), 6) for method in METHODS],
     "96 layers": [(METHODS, 96)],
 }
 

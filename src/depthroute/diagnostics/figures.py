@@ -36,10 +36,16 @@ def palette(data: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def styles(data: dict[str, Any]) -> list[Style]:
-    """Colour tells the method and the dash tells the run."""
+    """Colour tells the method; the dash tells the run of a method that several runs have."""
+    methods = [series["method"] for series in data["series"]]
     pairs = zip(data["series"], palette(data), strict=True)
     return [
-        Style(number, series["label"], light, DASHES[series["run"] % len(DASHES)])
+        Style(
+            number,
+            series["label"],
+            light,
+            DASHES[methods[:number].count(series["method"]) % len(DASHES)],
+        )
         for number, (series, (light, _)) in enumerate(pairs)
     ]
 

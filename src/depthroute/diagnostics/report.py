@@ -49,7 +49,7 @@ def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict
     """Write the page; returns the data it shows."""
     data = collect(paths)
     drawn = figures(data)
-    page = render(data, drawn, title or "Routing over depth: " + ", ".join(_names(data)))
+    page = render(data, drawn, title or _title(data))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
@@ -92,8 +92,9 @@ def render(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
     return page
 
 
-def _names(data: dict[str, Any]) -> list[str]:
-    return [run["name"] for run in data["runs"]]
+def _title(data: dict[str, Any]) -> str:
+    names = [run["name"] for run in data["runs"]]
+    return "Routing over depth: " + (", ".join(names) if len(names) < 4 else f"{len(names)} runs")
 
 
 def _variables(series: list[str], levels: list[str]) -> str:
@@ -174,7 +175,7 @@ def _results(data: dict[str, Any]) -> str:
         if row["diverged"]:
             where = ", ".join(f"seed {d['seed']} at step {d['step']}" for d in row["diverged"])
             shown = f"diverged ({where})"
-        added, speed = row["routing_parameters"], row["relative_speed"]
+        added, speed = row["routing_parameters"], series["cost"]["relative_speed"]
         sharp = row["mean_normalised_max"]
         cells = [
             spread(row["difference"], "{:+.4f}"),

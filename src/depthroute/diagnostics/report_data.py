@@ -26,11 +26,13 @@ def collect(paths: list[Path]) -> dict[str, Any]:
     for position, run in enumerate(runs):
         if names.count(run["name"]) > 1:
             run["name"] = f"{run['name']} ({position + 1})"
+    methods = [row["method"] for run in runs for row in run["summary"]["rows"]]
     series = []
     for position, run in enumerate(runs):
         records, traces = run.pop("records"), run.pop("traces")
         for row in run["summary"]["rows"]:
-            label = row["method"] if len(runs) == 1 else f"{row['method']} · {run['name']}"
+            is_shared = methods.count(row["method"]) > 1
+            label = f"{row['method']} · {run['name']}" if is_shared else row["method"]
             found = _series(row, run, records, traces)
             series.append({"label": label, "run": position, "method": row["method"]} | found)
     _relate(series)
