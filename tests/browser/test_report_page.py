@@ -130,7 +130,8 @@ def test_a_click_on_the_legend_hides_a_method_everywhere_and_brings_it_back(page
 
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_every_panel_can_be_saved(page, form, tmp_path):
-    for name in ("curves", "maps", "sharpness", "magnitudes", "cost"):
+    panels = ("curves", "maps", "sharpness", "magnitudes", "cost")
+    for name in panels if form == "svg" else panels[:2]:  # drawing a picture takes a second
         with page.expect_download() as saved:
             page.locator(f'#panel-{name} button[data-format="{form}"]').click()
         path = tmp_path / saved.value.suggested_filename
