@@ -35,22 +35,37 @@ def collect(paths: list[Path]) -> dict[str, Any]:
             label = f"{row['method']} · {run['name']}" if is_shared else row["method"]
             found = _series(row, run, records, traces)
             series.append({"label": label, "run": position, "method": row["method"]} | found)
-    _relate(series)
+    _relate(series, [run["config"] for run in runs])
     return {"runs": runs, "series": series}
 
 
-def _relate(series: list[dict[str, Any]]) -> None:
-    """Runs of one model each are set beside the one standard model there is."""
-    standard = [s["cost"] for s in series if s["method"] == BASELINE]
+def _relate(series: list[dict[str, Any]], configs: list[dict[str, Any]]) -> None:
+    """Runs of one model each are set beside the one standard model there is.
+
+    Only where the model's shape, the batch and the hardware are the same: other speeds say nothing
+    about the method.
+    """
+    standard = [s for s in series if s["method"] == BASELINE]
     if len(standard) != 1:
         return
-    for cost in (s["cost"] for s in series):
+    other = standard[0]["cost"]
+    for each in series:
+        if _circumstances(configs[each["run"]]) != _circumstances(configs[standard[0]["run"]]):
+            continue
+        cost = each["cost"]
         for relative, absolute in (
             ("relative_speed", "tokens_per_second"),
             ("relative_memory", "peak_memory_bytes"),
         ):
-            if cost[relative] is None and cost[absolute] and standard[0][absolute]:
-                cost[relative] = cost[absolute] / standard[0][absolute]
+            if cost[relative] is None and cost[absolute] and other[absolute]:
+                cost[relative] = cost[absolute] / other[absolute]
+
+
+def _circumstances(config: dict[str, Any]) -> tuple[Any, ...]:
+    train, environment = config["train"], config["environment"]
+    shape = (config["preset"], config.get("base"), config.get("ranks", 1))
+    batch = (train["batch_size"], train["sequence_length"])
+    return (*shape, *batch, config["device"], environment["devices"])
 
 
 def _read(path: Path) -> dict[str, Any]:
