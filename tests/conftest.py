@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -24,3 +25,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(autouse=True)
 def _same_seed_for_every_test():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def depthroute(capsys, monkeypatch):
+    """The entry point in this process: exit status, stdout and stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+
+    from depthroute import cli
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["depthroute", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return call

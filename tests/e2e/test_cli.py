@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from depthroute import cli
+from depthroute.cli import app
 
 SHORT = ["--seeds", "1", "--methods", "standard,delta,depth-attention", "--set", "batch_size=2"]
 SHORT += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
@@ -17,22 +17,6 @@ SHORT += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
 
 def command(*arguments):
     return [sys.executable, "-m", "depthroute.cli", *arguments]
-
-
-@pytest.fixture
-def depthroute(capsys, monkeypatch):
-    """The entry point in this process: exit status, stdout and stderr."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "dumb")
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["depthroute", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture
@@ -127,7 +111,10 @@ def test_env_and_presets_print_tables(depthroute):
     assert "delta-7.57b" in depthroute("presets")[1]
 
 
-@pytest.mark.parametrize("name", ["compare", "presets", "env"])
+COMMANDS = sorted(c.name or c.callback.__name__ for c in app.registered_commands)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(depthroute, name):
     status, out, _ = depthroute(name, "--help")
     assert status == 0

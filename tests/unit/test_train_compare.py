@@ -8,9 +8,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from depthroute import presets
+from depthroute import diagnostics, presets
 from depthroute.errors import ConfigError
-from depthroute.train import compare, prepare
+from depthroute.train import compare, environment, prepare
 from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
 from depthroute.train.data import TokenData
 from depthroute.train.display import comparison_table, spread
@@ -250,3 +250,39 @@ def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path):
 def test_a_comparison_needs_seeds_that_differ():
     with pytest.raises(ConfigError, match=r"seeds=\[0, 0\] must be at least one, each named once"):
         small(seeds=(0, 0))
+
+
+def test_every_trained_method_and_seed_is_looked_at_on_the_same_held_out_tokens(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    seen = []
+
+    def look(model, tokens):
+        seen.append(tokens)
+        return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
+
+    run_comparison(small(), run, look=look)
+    traces = run.read_json("traces.json")["traces"]
+    pairs = [(t["seed"], t["method"]) for t in traces]
+    assert pairs == [(s, m) for s in (0, 1) for m in ("standard", "attnres-block", "delta")]
+    assert all(torch.equal(tokens, seen[0]) for tokens in seen)
+    for found in traces:
+        assert found["num_layers"] == 2 and len(found["sublayers"]) == 4
+        assert found["peak_memory_bytes"] is None  # the CPU does not count
+        assert bool(found["sites"]) == (found["method"] != "standard")
+    assert {site["kind"] for site in traces[2]["sites"]} == {"attention", "mlp"}
+
+
+def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(monkeypatch):
+    cuda = {"memory_allocated": 1000, "max_memory_allocated": 1700}
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    for name, value in cuda.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    meter = environment.MemoryMeter(torch.device("cuda"))
+    assert meter.peak_bytes([torch.zeros(10), torch.zeros(5, dtype=torch.int8)]) == 700 + 45
+    assert environment.MemoryMeter(torch.device("cpu")).peak_bytes([]) is None
+    trainer = Trainer(presets.build(SMALL, parse_method("delta").routing), SETTINGS)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    trainer.take_step(small().data.batch(0, 0))
+    kept = sum(t.numel() for t in trainer.resident_tensors() if t.ndim)
+    buffers = sum(b.numel() for b in trainer.model.buffers())
+    assert kept == pytest.approx(3 * parameters + buffers, rel=0.01)

@@ -42,7 +42,8 @@ def compare(
     """Train methods side by side on the same data and print one table.
 
     Every method starts from the same weights and sees the same batches in the same order, once
-    per seed. The run directory keeps config.json, metrics.jsonl and summary.json.
+    per seed. The run directory keeps config.json, metrics.jsonl, summary.json and
+    traces.json; `depthroute report` draws it.
     """
     from depthroute.train import prepare
 
@@ -72,7 +73,7 @@ def compare(
 
 def _run_comparison(comparison: Any, out: Path) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
-    from depthroute.diagnostics import trace
+    from depthroute.diagnostics import record, trace
     from depthroute.train.compare import Progress, run_comparison
     from depthroute.train.display import progress_bar
     from depthroute.train.run_directory import RunDirectory
@@ -96,6 +97,7 @@ def _run_comparison(comparison: Any, out: Path) -> tuple[Any, dict[str, Any]]:
             comparison,
             run,
             sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
+            look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,
         )
     return run, summary

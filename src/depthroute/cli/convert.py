@@ -98,7 +98,7 @@ def convert(
             base,
             out,
             settings,
-            text=PROBE if text is None else _read(text),
+            text=PROBE if text is None else read_text(text),
             num_tokens=tokens,
             tolerance=None if allow_drift else tolerance,
             adapter_only=adapter_only,
@@ -117,10 +117,10 @@ def convert(
     console.print(f"written: {result.path}")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path, option: str = "--text") -> str:
     from depthroute.errors import DepthrouteError
 
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DepthrouteError(f"cannot read --text {str(path)!r}: {error}") from error
+        raise DepthrouteError(f"cannot read {option} {str(path)!r}: {error}") from error

@@ -13,7 +13,13 @@ from depthroute.config import RoutingConfig
 from depthroute.errors import CheckpointError, DepthrouteError
 from depthroute.models import saving
 from depthroute.models.architecture import architecture_for
-from depthroute.models.convert import IdentityError, IdentityReport, convert, identity_report
+from depthroute.models.convert import (
+    IdentityError,
+    IdentityReport,
+    convert,
+    from_pretrained,
+    identity_report,
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,25 @@ def load_plain(base: str, dtype: Any = "auto") -> Any:
         raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot load {base!r}: {str(error).splitlines()[0]}") from error
+
+
+def load_model(base: str, dtype: Any = "auto") -> Any:
+    """Whatever the folder or hub id holds: a plain model, a routed one, or an adapter."""
+    try:
+        if saving.is_adapter(base):
+            return from_pretrained(base, dtype=dtype).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    except DepthrouteError:
+        raise
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot load {base!r}: {str(error).splitlines()[0]}") from error
+
+
+def tokenizer_source(base: str) -> str:
+    """An adapter folder has no tokenizer of its own; its base has."""
+    if not saving.is_adapter(base):
+        return base
+    return saving.read_adapter(base)[0]["base_model_name_or_path"] or base
 
 
 def load_tokenizer(base: str) -> Any:

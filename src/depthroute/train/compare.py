@@ -29,6 +29,9 @@ from depthroute.train.summary import summarise
 Sharpness = Callable[[Any, Tensor], float | None]
 """Mean normalised max routing weight of a model on some tokens; None where nothing chooses."""
 
+Look = Callable[[Any, Tensor], dict[str, Any]]
+"""A trace of a trained model on some tokens, JSON-ready."""
+
 SHARPNESS_SEQUENCES = 8
 
 
@@ -79,6 +82,7 @@ def run_comparison(
     run: RunDirectory,
     *,
     sharpness: Sharpness | None = None,
+    look: Look | None = None,
     on_step: Callable[[Progress], None] = lambda progress: None,
 ) -> dict[str, Any]:
     """Train, record, and return the summary, which is also written to the run.
@@ -88,9 +92,14 @@ def run_comparison(
     validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
     config = comparison.config(validation)
     run.write_json("config.json", config)
+    traces: list[dict[str, Any]] = []
     try:
         for seed in comparison.seeds:
-            _Lockstep(comparison, seed, validation, run, sharpness, on_step).run()
+            lockstep = _Lockstep(comparison, seed, validation, run, sharpness, on_step)
+            lockstep.run()
+            if look is not None:
+                traces += lockstep.traces(look)
+                run.write_json("traces.json", {"traces": traces})
     except KeyboardInterrupt:
         run.append({"event": "interrupted"})
     summary = summarise(config, run.records())
@@ -113,6 +122,8 @@ class _Lockstep:
         self.comparison, self.seed, self.validation = comparison, seed, validation
         self.directory, self.sharpness, self.on_step = run, sharpness, on_step
         self.trainers: dict[str, Trainer] = {}
+        self.memory: dict[str, int] = {}
+        """Peak bytes of a step of each method, where the device counts them."""
 
     def run(self) -> None:
         settings, data = self.comparison.settings, self.comparison.data
@@ -147,6 +158,7 @@ class _Lockstep:
             )
 
     def _step(self, label: str, batch: Batch) -> None:
+        meter = environment.MemoryMeter(self.comparison.device)
         try:
             result = self.trainers[label].take_step(batch)
         except DivergenceError as error:
@@ -165,6 +177,10 @@ class _Lockstep:
             tokens=result.tokens,
             batch_crc32=zlib.crc32(batch.inputs.numpy().tobytes()),
         )
+        if result.step > 0:  # the first step also makes the optimiser's state
+            peak = meter.peak_bytes(self.trainers[label].resident_tensors())
+            if peak is not None:
+                self.memory[label] = max(peak, self.memory.get(label, 0))
         self.on_step(Progress(self.seed, label, result))
 
     def _validate(self, step: int) -> None:
@@ -177,10 +193,20 @@ class _Lockstep:
         """Routing weights of the trained models; apart from training, so never in its times."""
         if self.sharpness is None:
             return
-        inputs = torch.cat([b.inputs for b in self.validation])[:SHARPNESS_SEQUENCES]
         for label, trainer in self.trainers.items():
-            value = self.sharpness(trainer.model, inputs.to(trainer.device))
+            value = self.sharpness(trainer.model, self._inputs().to(trainer.device))
             self._record("routing", label, mean_normalised_max=value)
+
+    def traces(self, look: Look) -> list[dict[str, Any]]:
+        """Every trained model looked at on the same held-out tokens."""
+        return [
+            {"seed": self.seed, "method": label, "peak_memory_bytes": self.memory.get(label)}
+            | look(trainer.model, self._inputs().to(trainer.device))
+            for label, trainer in self.trainers.items()
+        ]
+
+    def _inputs(self) -> Tensor:
+        return torch.cat([b.inputs for b in self.validation])[:SHARPNESS_SEQUENCES]
 
     def _record(self, event: str, label: str, **values: Any) -> None:
         self.directory.append({"event": event, "seed": self.seed, "method": label} | values)

@@ -7,10 +7,12 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from depthroute import ops
 from depthroute._version import __version__
@@ -50,6 +52,26 @@ def devices() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+class MemoryMeter:
+    """Peak device memory of one model's step while other models lie on the same device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+
+    def peak_bytes(self, resident: Iterable[Tensor]) -> int | None:
+        """What the step added at its peak, and what its model holds between steps.
+
+        None on devices that do not count, such as the CPU.
+        """
+        if self.device.type != "cuda":
+            return None
+        added = torch.cuda.max_memory_allocated(self.device) - self.before
+        return added + sum(t.numel() * t.element_size() for t in resident)
 
 
 def backends() -> list[dict[str, str]]:

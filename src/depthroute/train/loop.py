@@ -60,6 +60,13 @@ class Trainer:
     def is_done(self) -> bool:
         return self.completed >= self.settings.steps
 
+    def resident_tensors(self) -> Iterator[Tensor]:
+        """What stays in memory between steps: parameters, buffers and the optimiser's state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def run(self, data: TokenData, seed: int) -> Iterator[StepResult]:
         """The remaining steps, each result handed over as it is made."""
         while not self.is_done:

@@ -1,0 +1,129 @@
+"""`depthroute eval`: perplexity of a text and benchmark tasks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from depthroute.cli.app import AsJson, app
+from depthroute.cli.look import Device, Model, load
+
+
+@app.command(
+    "eval",
+    epilog="Example: `depthroute eval ./smol-delta --perplexity wiki.txt --tasks "
+    "hellaswag,piqa --limit 200`",
+)
+def evaluate(
+    model: Model,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, or all: hellaswag, arc_easy, arc_challenge, piqa, winogrande, "
+            "boolq, mmlu, lambada_openai. Needs depthroute[eval]."
+        ),
+    ] = None,
+    perplexity: Annotated[
+        Path | None, typer.Option(help="Text file to measure perplexity on.")
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with TASK.SPLIT.jsonl (plain, .xz or .gz) in the data sets' own fields; "
+            "left out, lm-eval loads the data from the hub."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Items per task (per subject for mmlu); default all.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of context for perplexity.")] = 1024,
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens between windows; left out, no overlap.")
+    ] = None,
+    add_bos: Annotated[
+        bool, typer.Option("--add-bos", help="Begin the text with the tokenizer's BOS.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Judge a model: perplexity and bits per byte of a file, and zero-shot benchmark tasks.
+
+    The tasks are scored by lm-evaluation-harness with its own prompts and metrics.
+    """
+    from depthroute.cli.convert import read_text
+    from depthroute.errors import ConfigError
+    from depthroute.evaluate.tasks import harness_version, parse_tasks, run_tasks
+
+    if tasks is None and perplexity is None:
+        raise ConfigError("nothing to do; give --tasks, --perplexity FILE, or both")
+    if task_data is not None and not task_data.is_dir():
+        raise ConfigError(f"--task-data {str(task_data)!r} is not a folder")
+    names = () if tasks is None else parse_tasks(tasks)
+    text = None if perplexity is None else read_text(perplexity, "--perplexity")
+    result: dict[str, Any] = {"model": model}
+    if names:
+        result["lm_eval"] = harness_version()
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
+    loaded, tokenizer = load(model, device)
+    if text is not None:
+        options = {"window": window, "stride": stride, "batch_size": batch_size}
+        report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)
+        result["perplexity"] = {"file": str(perplexity)} | asdict(report)
+        if not as_json:
+            Console(highlight=False, soft_wrap=True).print(str(report))
+    if names:
+        found = run_tasks(
+            loaded, tokenizer, names, data=task_data, limit=limit, batch_size=batch_size
+        )
+        result["tasks"] = [score.to_dict() for score in found]
+        if not as_json:
+            Console().print(_table(result["tasks"], result["lm_eval"]))
+    if as_json:
+        print(json.dumps(result, indent=2))
+
+
+def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
+    """With a progress bar on stderr."""
+    from depthroute.evaluate.perplexity import text_perplexity
+
+    columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[seen]} tokens left"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("perplexity", total=None, seen="-")
+
+        def advance(seen: int, total: int) -> None:
+            bar.update(task, completed=seen, total=total, seen=f"{total - seen:,}")
+
+        return text_perplexity(model, tokenizer, text, progress=advance, **options)
+
+
+def _table(rows: list[dict[str, Any]], version: str) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption=f"zero-shot, scored by lm-eval {version}; ± is its standard error",
+        caption_justify="left",
+    )
+    for name in ("task", "metric"):
+        table.add_column(name, no_wrap=True)
+    for name in ("value", "±", "items"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        error = row["standard_error"]
+        table.add_row(
+            row["task"],
+            row["metric"],
+            f"{row['value']:.4f}",
+            "-" if error is None else f"{error:.4f}",
+            f"{row['num_items']:,}",
+        )
+    return table

@@ -1,0 +1,73 @@
+"""A trace as JSON: what a run directory keeps and the report reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from depthroute.diagnostics.trace import Trace
+
+KINDS = ("attention", "mlp", "values")
+"""What reads: an attention sublayer, an MLP (and the end of the stack), attention's values."""
+
+
+def kind_of(name: str) -> str:
+    """``attention`` for ``layers.3.attention``; ``final`` reads as the row after the last MLP."""
+    return "mlp" if name == "final" else name.rsplit(".", 1)[-1]
+
+
+def layer_of(name: str, num_layers: int) -> int:
+    """``3`` for ``layers.3.attention``; ``final`` comes after the last layer."""
+    return num_layers if name == "final" else int(name.split(".")[1])
+
+
+def record(trace: Trace) -> dict[str, Any]:
+    """Every source is named once, in ``sources``; sites refer to it by position."""
+    names = dict.fromkeys(name for site in trace.sites.values() for name in site.source_names)
+    ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
+    positions = {name: position for position, name in enumerate(ordered)}
+    num_layers = 1 + max(layer_of(name, 0) for name in trace.sublayers)
+    sites = []
+    for site in trace.sites.values():
+        sites.append(
+            {
+                "name": site.name,
+                "kind": kind_of(site.name),
+                "layer": layer_of(site.name, num_layers),
+                "sources": [positions[name] for name in site.source_names],
+                "weights": [_short(w) for w in site.weights.tolist()],
+                "max_weight": _short(site.max_weight),
+                "normalised_max": _short(site.normalised_max),
+                "normalised_entropy": _short(site.normalised_entropy),
+            }
+        )
+    sublayers = [
+        {
+            "name": s.name,
+            "kind": kind_of(s.name),
+            "layer": layer_of(s.name, num_layers),
+            "output_rms": _finite(s.output_rms),
+            "stream_rms": _finite(s.stream_rms),
+            "gradient_rms": _finite(s.gradient_rms),
+        }
+        for s in trace.sublayers.values()
+    ]
+    mean = trace.mean_normalised_max
+    return {
+        "loss": trace.loss,
+        "num_layers": num_layers,
+        "mean_normalised_max": None if mean is None else _short(mean),
+        "sources": ordered,
+        "sites": sites,
+        "sublayers": sublayers,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """A half-precision magnitude can overflow, and JSON has no infinity."""
+    return _short(value) if value is not None and math.isfinite(value) else None
+
+
+def _short(value: float) -> float:
+    """Five digits: more than any picture shows, a third of the file."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,243 @@
+"""One page that needs nothing but itself, and its figures as files."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from depthroute.diagnostics.figures import figures, palette
+from depthroute.diagnostics.report_data import ReportError, collect
+from depthroute.diagnostics.svg import Figure, count_text
+from depthroute.diagnostics.svg_map import ramp
+from depthroute.train.display import spread
+
+PANELS = {
+    "curves": (
+        "Loss",
+        "Mean over seeds; the band is one sample standard deviation. The paired difference "
+        "subtracts the standard model of the same seed, so what the seeds share cancels. The loss "
+        "axes leave out the first tenth of training.",
+    ),
+    "maps": (
+        "Where each site reads",
+        "A row is a site, a column a source, stronger colour is more weight (mean over tokens, "
+        "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the "
+        "attention and MLP outputs of layer 3, b2 is a block, now is the block being filled. Empty "
+        "cells are no source of that site.",
+    ),
+    "sharpness": (
+        "How sharply each site chooses",
+        "Normalised by the number of sources S: the max weight as (max - 1/S)/(1 - 1/S), where 0 "
+        "is uniform and 1 picks one source; entropy over log S, where 1 is uniform.",
+    ),
+    "magnitudes": (
+        "Magnitudes by depth",
+        "Root mean square of what each sublayer adds, of the residual state it is added to, and of "
+        "the loss gradient at its output, on held-out text after training.",
+    ),
+    "cost": (
+        "Cost",
+        "Speed is the median training step. Memory is the peak of a step on devices that count it.",
+    ),
+}
+
+
+def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict[str, Any]:
+    """Write the page; returns the data it shows."""
+    data = collect(paths)
+    drawn = figures(data)
+    page = render(data, drawn, title or _title(data))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write {str(out)!r}: {error.strerror}") from error
+    return data
+
+
+def write_figures(paths: list[Path], folder: Path) -> list[Path]:
+    """Every figure of the report as an SVG file."""
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in figures(collect(paths)):
+            path = folder / f"{figure.name}.svg"
+            path.write_text(figure.svg, encoding="utf-8")
+            written.append(path)
+    except OSError as error:
+        raise ReportError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+    return written
+
+
+def render(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
+    template = resources.files("depthroute.diagnostics").joinpath("report_template.html")
+    hover = {figure.name: figure.hover for figure in drawn}
+    embedded = json.dumps(data | {"hover": hover}, separators=(",", ":"), allow_nan=False)
+    colors = palette(data)
+    values = {
+        "title": escape(title),
+        "light_colors": _variables([light for light, _ in colors], ramp()),
+        "dark_colors": _variables([dark for _, dark in colors], ramp(is_dark=True)),
+        "classes": _classes(len(colors), len(ramp())),
+        "body": _body(data, drawn, title),
+        # the text of a page may not hold "</script>"
+        "data": embedded.replace("<", "\\u003c"),
+    }
+    page = template.read_text(encoding="utf-8")
+    for name, value in values.items():
+        page = page.replace("{{" + name + "}}", value, 1)
+    return page
+
+
+def _title(data: dict[str, Any]) -> str:
+    names = [run["name"] for run in data["runs"]]
+    return "Routing over depth: " + (", ".join(names) if len(names) < 4 else f"{len(names)} runs")
+
+
+def _variables(series: list[str], levels: list[str]) -> str:
+    pairs = [(f"--c{n}", color) for n, color in enumerate(series)]
+    pairs += [(f"--w{n}", color) for n, color in enumerate(levels)]
+    return "  " + " ".join(f"{name}: {color};" for name, color in pairs)
+
+
+def _classes(num_series: int, num_levels: int) -> str:
+    rules = [
+        f"svg .c{n} {{ stroke: var(--c{n}); }} svg .f{n} {{ fill: var(--c{n}); }}"
+        for n in range(num_series)
+    ]
+    rules += [f"svg .w{n} {{ fill: var(--w{n}); }}" for n in range(num_levels)]
+    rules.append("svg text.under { fill: var(--ink); } svg text.over { fill: var(--page); }")
+    return "\n".join(rules)
+
+
+def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
+    parts = [f'<header><h1>{escape(title)}</h1><p class="lead">{_lead(data)}</p></header>']
+    parts.append(_results(data))
+    by_panel: dict[str, list[Figure]] = {}
+    for figure in drawn:
+        by_panel.setdefault(figure.name.split("-")[0].replace("map", "maps"), []).append(figure)
+    parts += [_panel(name, data, by_panel[name]) for name in PANELS if name in by_panel]
+    parts.append(_settings(data))
+    return "\n".join(parts)
+
+
+def _lead(data: dict[str, Any]) -> str:
+    words = []
+    for run in data["runs"]:
+        summary = run["summary"]
+        seeds = len(summary["seeds"])
+        state = "" if summary["is_complete"] else " (interrupted)"
+        words.append(
+            f"<b>{escape(run['name'])}</b>{state}: preset {escape(summary['preset'])}, "
+            f"{summary['steps']:,} steps, {count_text(summary['tokens'])} tokens each, "
+            f"{seeds} seed{'' if seeds == 1 else 's'}, on {escape(summary['data'])}."
+        )
+    return "<br/>".join(words)
+
+
+def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
+    heading, caption = PANELS[name]
+    tabs = ""
+    labels = [data["series"][int(f.name[4:])]["label"] if name == "maps" else "" for f in drawn]
+    if len(drawn) > 1:
+        buttons = "".join(
+            f'<button role="tab" aria-selected="{str(not n).lower()}" '
+            f'data-shows="{figure.name}">{escape(label)}</button>'
+            for n, (figure, label) in enumerate(zip(drawn, labels, strict=True))
+        )
+        tabs = f'<div class="tabs" role="tablist">{buttons}</div>'
+    pictures = "".join(
+        f'<figure data-label="{escape(label)}"{" hidden=" + chr(34) * 2 if n else ""}>'
+        f"{figure.svg}</figure>"
+        for n, (figure, label) in enumerate(zip(drawn, labels, strict=True))
+    )
+    tools = (
+        '<div class="tools"><button data-format="svg">SVG</button>'
+        '<button data-format="png">PNG</button></div>'
+    )
+    return (
+        f'<section id="panel-{name}" class="{name}"><div class="head"><h2>{heading}</h2>{tools}'
+        f"</div><p>{escape(caption)}</p>{tabs}{pictures}</section>"
+    )
+
+
+def _results(data: dict[str, Any]) -> str:
+    head = ("method", "validation loss", "vs standard", "parameters added", "tokens/s")
+    rows = []
+    all_rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
+    means = [r["validation_loss"]["mean"] for r in all_rows if r["validation_loss"]]
+    for number, (series, row) in enumerate(zip(data["series"], all_rows, strict=True)):
+        loss = row["validation_loss"]
+        shown = spread(loss, "{:.4f}")
+        if row["diverged"]:
+            where = ", ".join(f"seed {d['seed']} at step {d['step']}" for d in row["diverged"])
+            shown = f"diverged ({where})"
+        added, speed = row["routing_parameters"], series["cost"]["relative_speed"]
+        sharp = row["mean_normalised_max"]
+        cells = [
+            spread(row["difference"], "{:+.4f}"),
+            "-" if added is None else f"{added:,}",
+            "-" if speed is None else f"{speed:.2f}x",
+            "-" if sharp is None else f"{sharp:.3f}",
+        ]
+        best = ' class="best"' if loss and loss["mean"] == min(means) else ""
+        rows.append(
+            f'<tr><td><i class="swatch" style="background:var(--c{number})"></i>'
+            f"{escape(series['label'])}</td><td{best}>{shown}</td>"
+            + "".join(f"<td>{cell}</td>" for cell in cells)
+            + "</tr>"
+        )
+    header = "".join(f"<th>{name}</th>" for name in (*head, "normalised max weight"))
+    return (
+        '<section id="panel-results"><div class="head"><h2>Results</h2></div><p>Loss in nats per '
+        "token at the last step all methods were validated at; ± is the sample standard deviation "
+        "over seeds, and differences are paired by seed.</p>"
+        f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _settings(data: dict[str, Any]) -> str:
+    blocks = []
+    for run in data["runs"]:
+        config = run["config"]
+        environment = config["environment"]
+        packages = {name: v for name, v in environment["packages"].items() if v}
+        groups = {
+            "Training": config["train"] | {"seeds": config["seeds"], "device": config["device"]},
+            "Model": {"preset": config["preset"]["name"]} | config["preset"]["model"],
+            "Data": config["data"],
+            "Methods": config["methods"],
+            "Versions": {key: environment[key] for key in ("depthroute", "commit", "python")}
+            | packages
+            | {"platform": environment["platform"]},
+            "Hardware": {d["device"]: d["name"] for d in environment["devices"]},
+        }
+        tables = "".join(_setting_table(name, values) for name, values in groups.items())
+        name = escape(run["name"])
+        blocks.append(f'<p class="lead"><b>{name}</b></p><div class="settings">{tables}</div>')
+    return (
+        '<section id="panel-settings"><div class="head"><h2>Settings and versions</h2></div>'
+        f"{''.join(blocks)}</section>"
+    )
+
+
+def _setting_table(name: str, values: dict[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(str(key))}</td><td>{escape(_words(value))}</td></tr>"
+        for key, value in values.items()
+    )
+    return f"<div><h3>{name}</h3><table><tbody>{rows}</tbody></table></div>"
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(_words(inner) for inner in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "not set" if value is None else str(value)

@@ -1,0 +1,208 @@
+"""From run directories to what a report shows, JSON-ready. Nothing is read but the runs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from depthroute.errors import DepthrouteError
+from depthroute.train.methods import BASELINE
+from depthroute.train.run_directory import RunDirectory
+from depthroute.train.summary import summarise
+
+CURVE_POINTS = 60
+"""A training curve is averaged down to this many points; more would show single batches."""
+
+
+class ReportError(DepthrouteError):
+    """A run that cannot be reported on."""
+
+
+def collect(paths: list[Path]) -> dict[str, Any]:
+    """All runs in the order given, and one series for every method of each."""
+    runs = [_read(path) for path in paths]
+    names = [run["name"] for run in runs]
+    for position, run in enumerate(runs):
+        if names.count(run["name"]) > 1:
+            run["name"] = f"{run['name']} ({position + 1})"
+    methods = [row["method"] for run in runs for row in run["summary"]["rows"]]
+    series = []
+    for position, run in enumerate(runs):
+        records, traces = run.pop("records"), run.pop("traces")
+        for row in run["summary"]["rows"]:
+            is_shared = methods.count(row["method"]) > 1
+            label = f"{row['method']} · {run['name']}" if is_shared else row["method"]
+            found = _series(row, run, records, traces)
+            series.append({"label": label, "run": position, "method": row["method"]} | found)
+    _relate(series, [run["config"] for run in runs])
+    return {"runs": runs, "series": series}
+
+
+def _relate(series: list[dict[str, Any]], configs: list[dict[str, Any]]) -> None:
+    """Runs of one model each are set beside the one standard model there is.
+
+    Only where the model's shape, the batch and the hardware are the same: other speeds say nothing
+    about the method.
+    """
+    standard = [s for s in series if s["method"] == BASELINE]
+    if len(standard) != 1:
+        return
+    other = standard[0]["cost"]
+    for each in series:
+        if _circumstances(configs[each["run"]]) != _circumstances(configs[standard[0]["run"]]):
+            continue
+        cost = each["cost"]
+        for relative, absolute in (
+            ("relative_speed", "tokens_per_second"),
+            ("relative_memory", "peak_memory_bytes"),
+        ):
+            if cost[relative] is None and cost[absolute] and other[absolute]:
+                cost[relative] = cost[absolute] / other[absolute]
+
+
+def _circumstances(config: dict[str, Any]) -> tuple[Any, ...]:
+    train, environment = config["train"], config["environment"]
+    shape = (config["preset"], config.get("base"), config.get("ranks", 1))
+    batch = (train["batch_size"], train["sequence_length"])
+    return (*shape, *batch, config["device"], environment["devices"])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not (path / "config.json").exists() or not (path / "metrics.jsonl").exists():
+        raise ReportError(
+            f"{str(path)!r} is not a run directory: config.json or metrics.jsonl is missing. Give "
+            "the directory that `depthroute compare --out` wrote"
+        )
+    run = RunDirectory(path)
+    try:
+        config = run.read_json("config.json")
+        records = list(run.records())
+        has_traces = (path / "traces.json").exists()
+        traces = run.read_json("traces.json")["traces"] if has_traces else []
+        config = _complete(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
+    return {
+        "name": path.resolve().name,
+        "config": config,
+        "summary": summarise(config, records),
+        "records": records,
+        "traces": traces,
+    }
+
+
+def _complete(config: dict[str, Any]) -> dict[str, Any]:
+    """A run of one model has no preset when it was fine-tuned, and no n-gram baselines."""
+    preset = config.get("preset") or {"name": config.get("base") or config["kind"], "model": {}}
+    if isinstance(preset, str):
+        preset = {"name": preset, "model": {}}
+    return config | {"preset": preset, "data": {"baselines": {}} | config["data"]}
+
+
+def _series(
+    row: dict[str, Any],
+    run: dict[str, Any],
+    records: list[dict[str, Any]],
+    traces: list[dict[str, Any]],
+) -> dict[str, Any]:
+    method, train = row["method"], run["config"]["train"]
+    steps = (r["tokens"] for r in records if r["event"] == "step")
+    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
+    validation = _by_seed(records, "validation", method)
+    training = {
+        seed: _thin({step + 1: loss for step, loss in curve.items()})
+        for seed, curve in _by_seed(records, "step", method).items()
+    }
+    baseline = _by_seed(records, "validation", BASELINE)
+    paired = {
+        seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
+        for seed, curve in validation.items()
+        if seed in baseline and method != BASELINE
+    }
+    mine = [t for t in traces if t["method"] == method]
+    memory = _peak(mine)
+    standard = _peak([t for t in traces if t["method"] == BASELINE])
+    return {
+        "validation": _curve(validation, tokens_per_step),
+        "training": _curve(training, tokens_per_step),
+        "difference": _curve(paired, tokens_per_step) if paired else None,
+        "cost": {
+            "tokens_per_second": row["tokens_per_second"],
+            "relative_speed": row["relative_speed"],
+            "peak_memory_bytes": memory,
+            "relative_memory": memory / standard if memory and standard else None,
+        },
+        "trace": _mean_trace(mine) if mine else None,
+    }
+
+
+def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int, dict[int, float]]:
+    found: dict[int, dict[int, float]] = {}
+    for record in records:
+        if record["event"] == event and record["method"] == method:
+            found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
+    return found
+
+
+def _thin(curve: dict[int, float]) -> dict[int, float]:
+    """Means over equal stretches of steps, each placed at its last step."""
+    size = max(-(-len(curve) // CURVE_POINTS), min(5, len(curve) // 8), 1)
+    steps = sorted(curve)
+    groups = [steps[at : at + size] for at in range(0, len(steps), size)] if steps else []
+    return {group[-1]: statistics.fmean(curve[s] for s in group) for group in groups}
+
+
+def _curve(by_seed: dict[int, dict[int, float]], tokens_per_step: int) -> dict[str, Any]:
+    """Mean and sample standard deviation over the seeds that reached each step."""
+    steps = sorted({step for curve in by_seed.values() for step in curve})
+    values = [[curve[s] for curve in by_seed.values() if s in curve] for s in steps]
+    return {
+        "steps": steps,
+        "tokens": [step * tokens_per_step for step in steps],
+        "mean": [_short(statistics.fmean(v)) for v in values],
+        "spread": [_short(statistics.stdev(v)) if len(v) > 1 else None for v in values],
+        "seeds": sorted(by_seed),
+    }
+
+
+def _peak(traces: list[dict[str, Any]]) -> int | None:
+    return max((t["peak_memory_bytes"] for t in traces if t["peak_memory_bytes"]), default=None)
+
+
+def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """One method's seeds have the same sites and sources: every figure is averaged over them."""
+    first = traces[0]
+    sites = []
+    for same in zip(*(t["sites"] for t in traces), strict=True):
+        columns = zip(*(site["weights"] for site in same), strict=True)
+        sites.append(
+            {key: same[0][key] for key in ("name", "kind", "layer", "sources")}
+            | {"weights": [_short(statistics.fmean(c), 4) for c in columns]}
+            | {key: _spread(same, key) for key in ("normalised_max", "normalised_entropy")}
+        )
+    sublayers = [
+        {key: same[0][key] for key in ("name", "kind", "layer")}
+        | {key: _spread(same, key) for key in ("output_rms", "stream_rms", "gradient_rms")}
+        for same in zip(*(t["sublayers"] for t in traces), strict=True)
+    ]
+    return {
+        "num_layers": first["num_layers"],
+        "seeds": [t["seed"] for t in traces],
+        "sources": first["sources"],
+        "sites": sites,
+        "sublayers": sublayers,
+    }
+
+
+def _spread(rows: tuple[dict[str, Any], ...], key: str) -> list[float | None]:
+    """``[mean, sample standard deviation]``, None where unknown or of one seed."""
+    values = [row[key] for row in rows if row[key] is not None]
+    if not values:
+        return [None, None]
+    deviation = statistics.stdev(values) if len(values) > 1 else None
+    return [_short(statistics.fmean(values)), None if deviation is None else _short(deviation)]
+
+
+def _short(value: float, digits: int = 6) -> float:
+    return float(f"{value:.{digits}g}")

@@ -1,0 +1,259 @@
+"""Charts as SVG text. Colours are light-mode attributes, so a saved figure suits a paper; the
+page restyles the same elements by class for dark mode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+WIDTH = 1000
+INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#9aa5b1", "#e4e7eb"
+FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
+DASHES = ("", "7 3", "2 3", "9 3 2 3")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a series looks everywhere: a colour, a dash and a number the page refers to."""
+
+    number: int
+    label: str
+    color: str
+    dash: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    style: Style
+    x: list[float]
+    y: list[float]
+    spread: list[float | None]
+
+
+@dataclass(frozen=True)
+class Facet:
+    title: str
+    x_label: str
+    lines: list[Line]
+    x_kind: str = "number"
+    """number, or tokens (shown as 1.2M)."""
+    logarithmic: bool = False
+    top: float | None = None
+    """Largest y shown; None shows everything."""
+    has_zero_line: bool = False
+    bounds: tuple[float, float] | None = None
+    has_markers: bool = False
+
+
+@dataclass
+class Figure:
+    """SVG text, and where things are in it for the page's hovers."""
+
+    name: str
+    title: str
+    svg: str
+    hover: dict[str, Any] = field(default_factory=dict)
+
+
+def text(
+    x: float,
+    y: float,
+    words: str,
+    *,
+    size: float = 11,
+    anchor: str = "start",
+    kind: str = "soft",
+    extra: str = "",
+) -> str:
+    color = {"ink": INK, "soft": SOFT, "faint": FAINT}[kind]
+    weight = ' font-weight="600"' if kind == "ink" else ""
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" fill="{color}" '
+        f'text-anchor="{anchor}"{weight}{extra}>{escape(words)}</text>'
+    )
+
+
+def document(name: str, title: str, height: float, body: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'role="img" aria-label="{escape(title)}" font-family="{escape(FONT)}">'
+        f"<title>{escape(title)}</title>{body}</svg>"
+    )
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from ``low`` to ``high``, about ``count`` of them."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if high < 200 * low else (1,)
+    ticks = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
+    return ticks[:: -(-len(ticks) // 6)] if ticks else [low, high]
+
+
+def count_text(value: float) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:g}"
+
+
+def tick_text(value: float) -> str:
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e5 or abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.0e}".split("e")
+        return f"{mantissa}e{int(exponent)}"
+    return f"{round(value, 6):g}".replace("-", "\N{MINUS SIGN}")
+
+
+def legend(styles: list[Style], y: float) -> tuple[str, float]:
+    """Swatches in rows across the top; returns them and the height they took."""
+    parts, x, row = [], 8.0, y
+    for style in styles:
+        width = 44 + 6.7 * len(style.label)
+        if x + width > WIDTH - 8 and x > 8:
+            x, row = 8.0, row + 20
+        parts.append(
+            f'<g class="key" data-series="{style.number}" tabindex="0" role="button">'
+            f'<rect x="{x - 4:.0f}" y="{row - 13:.0f}" width="{width - 6:.0f}" height="19" '
+            'fill="transparent"/>'
+            f"{_stroke(style, f'M{x:.1f} {row - 3.5:.1f}h22', 2.4)}"
+            f"{text(x + 28, row, style.label, size=12)}</g>"
+        )
+        x += width
+    return "".join(parts), row - y + 22
+
+
+def _stroke(style: Style, path: str, width: float = 1.8) -> str:
+    dash = f' stroke-dasharray="{style.dash}"' if style.dash else ""
+    return (
+        f'<path class="c{style.number}" d="{path}" fill="none" stroke="{style.color}" '
+        f'stroke-width="{width:g}" stroke-linejoin="round" stroke-linecap="round"{dash}/>'
+    )
+
+
+def line_figure(
+    name: str, title: str, facets: list[Facet], columns: int, height: float = 230
+) -> Figure:
+    """Small multiples that share one legend."""
+    styles = {line.style.number: line.style for facet in facets for line in facet.lines}
+    body, used = legend([styles[n] for n in sorted(styles)], 16)
+    top, gap = 8 + used, 22
+    width = (WIDTH - gap * (columns - 1)) / columns
+    hovers = []
+    for number, facet in enumerate(facets):
+        left = (number % columns) * (width + gap)
+        y = top + (number // columns) * (height + 16)
+        drawn, hover = _facet(facet, left, y, width, height, f"{name}-{number}")
+        body += drawn
+        hovers.append(hover)
+    rows = -(-len(facets) // columns)
+    total = top + rows * (height + 16)
+    return Figure(name, title, document(name, title, total, body), {"facets": hovers})
+
+
+def _facet(
+    facet: Facet, left: float, top: float, width: float, height: float, name: str
+) -> tuple[str, dict[str, Any]]:
+    box = (left + 50, top + 24, width - 58, height - 62)
+    x0, y0, w, h = box
+    xs = [x for line in facet.lines for x in line.x]
+    low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    high_x = high_x if high_x > low_x else low_x + 1
+    low, high = _y_range(facet)
+
+    def at_x(value: float) -> float:
+        return x0 + w * (value - low_x) / (high_x - low_x)
+
+    def at_y(value: float) -> float:
+        if facet.logarithmic:
+            value = max(value, low)
+            return y0 + h * (1 - math.log(value / low) / math.log(high / low))
+        return y0 + h * (1 - (value - low) / (high - low))
+
+    parts = [text(left + 4, top + 12, facet.title, size=13, kind="ink")]
+    for tick in log_ticks(low, high) if facet.logarithmic else nice_ticks(low, high, 5):
+        y = at_y(tick)
+        parts.append(_rule(f"M{x0:.1f} {y:.1f}h{w:.1f}", "grid", GRID))
+        parts.append(text(x0 - 7, y + 3.8, tick_text(tick), anchor="end"))
+    if facet.has_zero_line and low < 0 < high:
+        parts.append(_rule(f"M{x0:.1f} {at_y(0):.1f}h{w:.1f}", "zero", FAINT))
+    parts.append(_rule(f"M{x0:.1f} {y0 + h:.1f}h{w:.1f}", "axis", FAINT))
+    for tick in nice_ticks(low_x, high_x, max(2, int(w / 62))):
+        if facet.x_kind == "number" and tick != round(tick):
+            continue  # there is no layer 1.5
+        words = count_text(tick) if facet.x_kind == "tokens" else tick_text(tick)
+        parts.append(text(at_x(tick), y0 + h + 16, words, anchor="middle"))
+    parts.append(text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"))
+    parts.append(
+        f'<clipPath id="{name}-clip"><rect x="{x0:.1f}" y="{y0 - 2:.1f}" width="{w + 3:.1f}" '
+        f'height="{h + 4:.1f}"/></clipPath><g clip-path="url(#{name}-clip)">'
+    )
+    for line in facet.lines:
+        parts.append(_line(line, at_x, at_y, facet.has_markers))
+    parts.append("</g>")
+    hover = {
+        "title": facet.title,
+        "x_label": facet.x_label,
+        "x_kind": facet.x_kind,
+        "box": [round(v, 1) for v in box],
+        "x_range": [low_x, high_x],
+        "lines": [
+            {"series": n.style.number, "x": n.x, "y": n.y, "spread": n.spread} for n in facet.lines
+        ],
+    }
+    return "".join(parts), hover
+
+
+def _y_range(facet: Facet) -> tuple[float, float]:
+    if facet.bounds is not None:
+        return facet.bounds
+    values = [0.0] if facet.has_zero_line else []
+    for line in facet.lines:
+        for y, spread in zip(line.y, line.spread, strict=True):
+            margin = 0.0 if facet.logarithmic else spread or 0.0
+            values += [y - margin, y + margin]
+    low, high = (min(values), max(values)) if values else (0.0, 1.0)
+    high = min(high, facet.top) if facet.top is not None and facet.top > low else high
+    if facet.logarithmic:
+        return low / 1.15, high * 1.15
+    margin = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    return low - margin, high + margin
+
+
+def _rule(path: str, kind: str, color: str) -> str:
+    return f'<path class="{kind}" d="{path}" fill="none" stroke="{color}" stroke-width="1"/>'
+
+
+def _line(line: Line, at_x: Any, at_y: Any, has_markers: bool) -> str:
+    style = line.style
+    points = [f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in zip(line.x, line.y, strict=True)]
+    band = ""
+    triples = list(zip(line.x, line.y, line.spread, strict=True))
+    if triples and all(s is not None for _, _, s in triples):
+        upper = [f"{at_x(x):.1f} {at_y(y + (s or 0)):.1f}" for x, y, s in triples]
+        lower = [f"{at_x(x):.1f} {at_y(y - (s or 0)):.1f}" for x, y, s in reversed(triples)]
+        band = (
+            f'<path class="f{style.number}" d="M{"L".join(upper + lower)}Z" fill="{style.color}" '
+            'fill-opacity="0.14"/>'
+        )
+    marks = ""
+    if has_markers or len(points) == 1:
+        dots = "".join(f"M{p}h.01" for p in points)
+        marks = (
+            f'<path class="c{style.number}" d="{dots}" fill="none" stroke="{style.color}" '
+            'stroke-width="5" stroke-linecap="round"/>'
+        )
+    drawn = _stroke(style, "M" + "L".join(points)) if points else ""
+    return f'<g class="series" data-series="{style.number}">{band}{drawn}{marks}</g>'

@@ -1,0 +1,137 @@
+"""Benchmark tasks, scored by lm-evaluation-harness: the numbers are its own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import tempfile
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from depthroute.errors import ConfigError, DepthrouteError, unknown
+from depthroute.evaluate.local_tasks import TASKS, write_definitions
+
+_METRICS = ("acc", "acc_norm", "perplexity")
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    task: str
+    metric: str
+    value: float
+    standard_error: float | None
+    num_items: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """``"all"`` or a comma-separated list, each named once."""
+    if text == "all":
+        return TASKS
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in TASKS:
+            raise unknown("task", name, TASKS)
+    if not names:
+        raise ConfigError(f"no tasks in {text!r}; known: {', '.join(TASKS)}")
+    return names
+
+
+def harness_version() -> str:
+    """Of lm-eval; a clear error where it is missing."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise DepthrouteError(
+            "tasks are scored by lm-evaluation-harness, which is not installed; "
+            "pip install 'depthroute[eval]'"
+        )
+    return importlib.metadata.version("lm_eval")
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: tuple[str, ...],
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+) -> list[TaskScore]:
+    """Zero-shot scores. ``data`` is a folder of local copies; without it the hub is asked."""
+    harness_version()
+    with ExitStack() as stack:
+        where = None
+        if data is not None:
+            where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthroute-")))
+            write_definitions(tasks, data, harness_folder(), where)
+        try:
+            found = evaluate(model, tokenizer, tasks, where, limit=limit, batch_size=batch_size)
+        except ConnectionError as error:
+            raise DepthrouteError(
+                f"lm-eval could not load its data: {error}. Connect, or give local copies with "
+                "--task-data DIR"
+            ) from error
+    return scores(found, tasks)
+
+
+def harness_folder() -> Path:
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None or spec.origin is None:
+        raise DepthrouteError("lm-eval is not installed; pip install 'depthroute[eval]'")
+    return Path(spec.origin).parent / "tasks"
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    tasks: tuple[str, ...],
+    definitions: Path | None,
+    *,
+    limit: int | None,
+    batch_size: int,
+) -> dict[str, Any]:
+    """One call of the harness."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # by name: an optional package, so type checkers must not need it
+    lm_eval: Any = importlib.import_module("lm_eval")
+    huggingface: Any = importlib.import_module("lm_eval.models.huggingface")
+    manager = importlib.import_module("lm_eval.tasks").TaskManager(
+        include_path=None if definitions is None else str(definitions),
+        include_defaults=definitions is None,
+    )
+    with redirect_stdout(sys.stderr):  # the harness prints; stdout is the caller's
+        found = lm_eval.simple_evaluate(
+            model=huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            tasks=list(tasks),
+            num_fewshot=0,
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    if found is None:
+        raise DepthrouteError("lm-eval returned nothing; only the first process of a group scores")
+    return dict(found)
+
+
+def scores(found: dict[str, Any], tasks: tuple[str, ...]) -> list[TaskScore]:
+    """The harness's results as rows, in the order asked for."""
+    rows = []
+    for task in tasks:
+        values = found["results"][task]
+        counts = found["n-samples"]
+        members = [task] if task in counts else [n for n in counts if n.startswith(f"{task}_")]
+        items = sum(counts[name]["effective"] for name in members)
+        for metric in _METRICS:
+            value = values.get(f"{metric},none")
+            if value is None:
+                continue
+            error = values.get(f"{metric}_stderr,none")
+            known = float(error) if isinstance(error, int | float) else None
+            rows.append(TaskScore(task, metric, float(value), known, items))
+    return rows

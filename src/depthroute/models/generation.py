@@ -1,0 +1,64 @@
+"""Continuing a prompt, with the text handed over as it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from depthroute.errors import DepthrouteError
+
+
+class _Handover(transformers.TextStreamer):
+    """Gives finished pieces of text to a function; the prompt is left out."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
+
+
+def continue_prompt(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> str:
+    """The continuation alone. ``temperature=0`` takes the most likely token every time."""
+    inputs = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
+    if inputs.input_ids.shape[1] == 0:
+        raise DepthrouteError("the prompt holds no tokens; give at least one with --prompt")
+    if temperature == 0 and (top_k is not None or top_p is not None):
+        raise DepthrouteError(
+            "top-k and top-p choose among random tokens and temperature 0 takes the most likely "
+            "one; set a temperature above 0, such as 0.8"
+        )
+    options: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+    else:  # what the folder says about sampling has no meaning for greedy decoding
+        options |= {"temperature": None, "top_k": None, "top_p": None}
+    if seed is not None:
+        torch.manual_seed(seed)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    output = model.generate(
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=padding,
+        streamer=_Handover(tokenizer, on_text),
+        **options,
+    )
+    new = output[0, inputs.input_ids.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True)

@@ -1,0 +1,156 @@
+"""The report as a reader meets it: Chromium, real pointer and clicks."""
+
+import json
+import shutil
+
+import pytest
+
+from depthroute.diagnostics.report import write_report
+from tests.runs import METHODS, write_run
+
+pytestmark = pytest.mark.browser
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
+CASES = {
+    "two runs": [(("standard", "delta"), 6), (("standard", "delta-block"), 6)],
+    "six methods": [(METHODS, 6)],
+    "six runs": [((method,), 6) for method in METHODS],
+    "96 layers": [(METHODS, 96)],
+}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine; install it to test the page")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as driver:
+        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def page(request, browser, tmp_path_factory):
+    root = tmp_path_factory.mktemp("page")
+    runs = [
+        write_run(root / f"run{n}", methods, layers=layers, memory=True)
+        for n, (methods, layers) in enumerate(CASES[request.param])
+    ]
+    write_report(runs, root / "report.html")
+    opened = browser.new_page(viewport={"width": 1180, "height": 1000}, accept_downloads=True)
+    opened.problems, opened.requests = [], []
+    opened.on("console", lambda message: opened.problems.append(message.text))
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on("request", lambda request: opened.requests.append(request.url))
+    opened.goto(f"file://{root / 'report.html'}")
+    opened.data = json.loads(opened.locator("#data").text_content())
+    yield opened
+    assert opened.problems == []
+    assert [u for u in opened.requests if not u.startswith(("file:", "data:", "blob:"))] == []
+    opened.close()
+
+
+def point_at(page, svg, x, y):
+    """Move the pointer to a place given in the drawing's own coordinates."""
+    page.locator(svg).scroll_into_view_if_needed()
+    place = page.evaluate(
+        "([s, x, y]) => { const p = new DOMPoint(x, y).matrixTransform("
+        "document.querySelector(s).getScreenCTM()); return [p.x, p.y]; }",
+        [svg, x, y],
+    )
+    page.evaluate("([y]) => scrollBy(0, y - innerHeight / 2)", [place[1]])
+    place = page.evaluate(
+        "([s, x, y]) => { const p = new DOMPoint(x, y).matrixTransform("
+        "document.querySelector(s).getScreenCTM()); return [p.x, p.y]; }",
+        [svg, x, y],
+    )
+    page.mouse.move(*place)
+    return page.locator("#tip")
+
+
+def test_every_panel_is_seen(page):
+    for name in ("results", "curves", "maps", "sharpness", "magnitudes", "cost", "settings"):
+        box = page.locator(f"#panel-{name}").bounding_box()
+        assert box["width"] > 600 and box["height"] > 80
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0
+
+
+@pytest.mark.parametrize("figure", ["curves", "sharpness", "magnitudes"])
+def test_hovering_a_chart_shows_the_values_there(page, figure):
+    facet = page.data["hover"][figure]["facets"][0]
+    x, y, width, height = facet["box"]
+    tip = point_at(page, f"#{figure}", x + width, y + height / 2)
+    assert tip.is_visible()
+    last = max(v for line in facet["lines"] for v in line["x"])
+    for line in facet["lines"]:
+        if last in line["x"]:
+            assert page.data["series"][line["series"]]["label"] in tip.text_content()
+    page.mouse.move(2, 2)
+    assert not tip.is_visible()
+
+
+def test_hovering_a_cell_shows_its_weight_for_every_method(page):
+    tabs = page.locator(".tabs button")
+    for number in range(tabs.count()):
+        tabs.nth(number).click()
+        name = tabs.nth(number).get_attribute("data-shows")
+        shown = page.locator("#panel-maps figure:visible svg")
+        assert shown.count() == 1 and shown.get_attribute("id") == name
+        grid = page.data["hover"][name]["maps"][0]
+        trace = page.data["series"][int(name[4:])]["trace"]
+        row = len(grid["sites"]) - 1
+        site = next(s for s in trace["sites"] if s["name"] == grid["sites"][row])
+        position = len(site["sources"]) - 1
+        column = grid["sources"].index(site["sources"][position])
+        x, y, width, height = grid["box"]
+        x += width * (column + 0.5) / len(grid["sources"])
+        y += height * (row + 0.5) / len(grid["sites"])
+        tip = point_at(page, f"#{name}", x, y)
+        assert f"{site['name']} reads {trace['sources'][site['sources'][position]]}" in (
+            tip.text_content()
+        )
+        shown = tip.locator("b").nth(1).text_content()
+        assert float(shown) == pytest.approx(site["weights"][position], rel=5e-3)
+    tabs.nth(0).click()
+
+
+def test_a_click_on_the_legend_hides_a_method_everywhere_and_brings_it_back(page):
+    key = page.locator("#curves .key").nth(1)
+    lines = page.locator('.series[data-series="1"]')
+    assert lines.count() >= 4
+    key.click()
+    assert not any(lines.nth(n).is_visible() for n in range(lines.count()))
+    key.focus()
+    page.keyboard.press("Enter")
+    assert lines.nth(0).is_visible()
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_every_panel_can_be_saved(page, form, tmp_path):
+    panels = ("curves", "maps", "sharpness", "magnitudes", "cost")
+    for name in panels if form == "svg" else panels[:2]:  # drawing a picture takes a second
+        with page.expect_download() as saved:
+            page.locator(f'#panel-{name} button[data-format="{form}"]').click()
+        path = tmp_path / saved.value.suggested_filename
+        saved.value.save_as(path)
+        content = path.read_bytes()
+        assert content.startswith(b"<svg" if form == "svg" else b"\x89PNG")
+        assert len(content) > 2000
+        assert b"var(" not in content[:100_000]
+
+
+def test_dark_and_print_have_their_own_colours(page):
+    def background():
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    assert background() == "rgb(255, 255, 255)"
+    page.emulate_media(color_scheme="dark")
+    assert background() != "rgb(255, 255, 255)"
+    page.emulate_media(color_scheme="dark", media="print")
+    assert background() == "rgb(255, 255, 255)"
+    assert page.locator("#panel-maps figure:visible").count() > 1
+    assert not page.locator(".tools").nth(0).is_visible()
+    page.emulate_media(color_scheme="light", media="screen")

@@ -1,0 +1,213 @@
+"""`eval`: the harness's own numbers, from files in the data sets' own fields."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+
+import depthroute as dr
+from depthroute.errors import ConfigError
+from depthroute.evaluate import local_tasks, text_perplexity
+from depthroute.evaluate.tasks import parse_tasks, run_tasks
+from tests.checkpoints import TEXT, byte_tokenizer, save
+
+CHOICES = {"text": ["the sea", "a stone", "rain", "nothing"], "label": ["A", "B", "C", "D"]}
+ITEMS = {
+    "hellaswag.validation": {
+        "activity_label": "Reading",
+        "ctx_a": "A model reads [title] a layer. it",
+        "ctx_b": "",
+        "endings": ["adds it.", "drops it.", "waits.", "sings a song."],
+        "label": "0",
+    },
+    "arc_easy.test": {"question": "What is wet?", "choices": CHOICES, "answerKey": "A"},
+    "arc_challenge.test": {"question": "What falls?", "choices": CHOICES, "answerKey": "C"},
+    "piqa.validation": {"goal": "dry a cup", "sol1": "a towel", "sol2": "the sea", "label": 0},
+    "winogrande.validation": {
+        "sentence": "The cup is in the box because _ is small.",
+        "option1": "the cup",
+        "option2": "the box",
+        "answer": "1",
+    },
+    "boolq.validation": {"question": "is it", "passage": "It is.", "label": 1},
+    "lambada_openai.test": {"text": "the model reads what every layer said"},
+}
+SUBJECTS = ("anatomy", "astronomy", "marketing")
+MMLU = {"question": "Which one?", "choices": ["one", "two", "three", "four"]}
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory):
+    """Three items a task; one file plain, one .xz, one .gz as they come."""
+    folder = tmp_path_factory.mktemp("tasks")
+    openers = [(open, ""), (lzma.open, ".xz"), (gzip.open, ".gz")]
+    files = {name: [item] * 3 for name, item in ITEMS.items()}
+    files["mmlu.test"] = [MMLU | {"subject": s, "answer": n} for n, s in enumerate(SUBJECTS)]
+    for number, (name, items) in enumerate(files.items()):
+        opener, suffix = openers[number % 3]
+        with opener(folder / f"{name}.jsonl{suffix}", "wt") as handle:
+            handle.writelines(json.dumps(item) + "\n" for item in items)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "delta"
+    return save(path, "delta", layers=2, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def harness():
+    return pytest.importorskip("lm_eval", reason="pip install 'depthroute[eval]'")
+
+
+@pytest.mark.filterwarnings("ignore")  # the harness's own
+def test_scores_are_those_of_calling_the_harness_directly(
+    harness, depthroute, folder, task_data, tmp_path
+):
+    """The direct call reads tasks written out in full here, not the generated ones."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    arguments = ["eval", folder, "--tasks", "all", "--task-data", str(task_data), "--json"]
+    status, out, err = depthroute(*arguments)
+    assert status == 0, err
+    ours = {(r["task"], r["metric"]): r for r in json.loads(out)["tasks"]}
+    assert {task for task, _ in ours} == set(local_tasks.TASKS)
+
+    (tmp_path / "arc.jsonl").write_text(json.dumps(ITEMS["arc_easy.test"]) + "\n")
+    (tmp_path / "lambada.jsonl").write_text(json.dumps(ITEMS["lambada_openai.test"]) + "\n")
+    shared = {"dataset_path": "json", "test_split": "test"}
+    (tmp_path / "arc.yaml").write_text(
+        json.dumps(
+            shared
+            | {
+                "task": "direct_arc",
+                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "arc.jsonl")}},
+                "output_type": "multiple_choice",
+                "doc_to_text": "Question: {{question}}\nAnswer:",
+                "doc_to_target": "{{choices.label.index(answerKey)}}",
+                "doc_to_choice": "{{choices.text}}",
+                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            }
+        )
+    )
+    (tmp_path / "lambada.yaml").write_text(
+        json.dumps(
+            shared
+            | {
+                "task": "direct_lambada",
+                "dataset_kwargs": {"data_files": {"test": str(tmp_path / "lambada.jsonl")}},
+                "output_type": "loglikelihood",
+                "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+                "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+                "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+            }
+        )
+    )
+    direct = harness.simple_evaluate(
+        model=HFLM(pretrained=dr.from_pretrained(folder), tokenizer=byte_tokenizer()),
+        tasks=["direct_arc", "direct_lambada"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        num_fewshot=0,
+    )["results"]
+    for metric in ("acc", "acc_norm"):
+        assert ours["arc_easy", metric]["value"] == direct["direct_arc"][f"{metric},none"]
+    expected = direct["direct_lambada"]["perplexity,none"]
+    assert ours["lambada_openai", "perplexity"]["value"] == pytest.approx(expected, rel=1e-5)
+    assert ours["mmlu", "acc"]["num_items"] == 3
+    assert ours["hellaswag", "acc_norm"]["num_items"] == 3
+    model = dr.from_pretrained(folder)
+    limited = run_tasks(model, byte_tokenizer(), ("piqa",), data=task_data, limit=2)
+    assert [score.num_items for score in limited] == [2, 2]
+
+
+def test_perplexity_of_a_file(depthroute, folder, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["eval", folder, "--perplexity", str(tmp_path / "text.txt"), "--window", "64"]
+    status, out, err = depthroute(*arguments, "--json")
+    assert status == 0, err
+    found = json.loads(out)["perplexity"]
+    expected = text_perplexity(dr.from_pretrained(folder), byte_tokenizer(), TEXT, window=64)
+    assert found["perplexity"] == pytest.approx(expected.perplexity)
+    assert found["bits_per_byte"] == pytest.approx(expected.bits_per_byte)
+    assert "bits per byte" in depthroute(*arguments)[1]
+
+
+def test_generated_tasks_change_nothing_but_the_data(harness, task_data, tmp_path):
+    from depthroute.evaluate.tasks import harness_folder
+
+    local_tasks.write_definitions(local_tasks.TASKS, task_data, harness_folder(), tmp_path)
+    changed = {"include", "dataset_path", "dataset_name", "dataset_kwargs", "task"}
+    changed |= {f"{kind}_split" for kind in ("training", "validation", "test", "fewshot")}
+    for task in set(local_tasks.TASKS) - {"mmlu"}:
+        assert set(json.loads((tmp_path / f"{task}.yaml").read_text())) == changed
+    groups = json.loads((tmp_path / "_mmlu.yaml").read_text())["task"]
+    assert groups == ["mmlu_other", "mmlu_stem"]
+    for subject in SUBJECTS:
+        assert set(json.loads((tmp_path / f"mmlu_{subject}.yaml").read_text())) == changed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to do"),
+        (["--tasks", "helaswag"], "did you mean 'hellaswag'?"),
+        (["--tasks", "piqa", "--task-data", "/nowhere"], "is not a folder"),
+        (["--perplexity", "/nowhere.txt"], "cannot read --perplexity"),
+    ],
+)
+def test_mistakes_are_one_line(depthroute, folder, arguments, message):
+    status, out, err = depthroute("eval", folder, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err and len(err.splitlines()) == 1
+
+
+def test_a_missing_task_file_says_what_was_looked_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"piqa\.test\.jsonl and piqa\.validation\.jsonl"):
+        local_tasks.find(tmp_path, "piqa")
+    (tmp_path / "piqa.validation.jsonl.xz").write_bytes(b"not xz")
+    with pytest.raises(ConfigError, match="cannot read"):
+        local_tasks.write_definitions(("piqa",), tmp_path, _any_harness(tmp_path), tmp_path / "o")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"goal": "dry", "sol1": "a", "label": 0}\n', "line 1 lacks sol2"),
+        ("[1]\n", "line 1 is no JSON object"),
+        ("", "holds no items"),
+    ],
+)
+def test_items_without_their_fields_are_refused_before_the_model_runs(tmp_path, content, message):
+    (tmp_path / "piqa.validation.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        local_tasks.write_definitions(("piqa",), tmp_path, _any_harness(tmp_path), tmp_path / "o")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_the_hub_the_error_names_the_way_out(harness, depthroute, folder, monkeypatch):
+    import lm_eval
+    import lm_eval.tasks
+
+    def offline(**_):
+        raise ConnectionError("Couldn't reach 'baber/piqa' on the Hub")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", offline)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda **_: None)  # reads thousands of files
+    status, _, err = depthroute("eval", folder, "--tasks", "piqa")
+    assert status == 2 and "--task-data DIR" in err.splitlines()[-1]
+
+
+def _any_harness(folder):
+    (folder / "piqa").mkdir()
+    (folder / "piqa" / "piqa.yaml").write_text("{}")
+    return folder
+
+
+def test_task_names():
+    assert parse_tasks("all") == local_tasks.TASKS
+    assert parse_tasks("piqa, mmlu,piqa") == ("piqa", "mmlu")
+    with pytest.raises(ConfigError):
+        parse_tasks(",")
