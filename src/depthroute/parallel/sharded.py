@@ -35,9 +35,15 @@ def load_sharded(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 
 def whole_state(model: Any) -> dict[str, Any]:
-    """All weights on the CPU of the first rank, for ``save_pretrained``; empty on the others."""
+    """All weights on the CPU of the first rank, for ``save_pretrained``; empty on the others.
+
+    A tensor with two names (a tied head) comes once, as it is stored.
+    """
     options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return states.get_model_state_dict(model, options=options)
+    whole = states.get_model_state_dict(model, options=options)
+    doubles = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    doubles -= {n for n, _ in model.named_parameters()}
+    return {name: value for name, value in whole.items() if name not in doubles}
 
 
 @contextmanager
