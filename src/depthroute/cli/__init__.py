@@ -4,7 +4,7 @@ One module per group of commands; importing it registers them. Imports that need
 inside the commands, so that `--help` is quick.
 """
 
-from depthroute.cli import about, compare, convert
+from depthroute.cli import about, compare, convert, train
 from depthroute.cli.app import app, main
 
-__all__ = ["about", "app", "compare", "convert", "main"]
+__all__ = ["about", "app", "compare", "convert", "main", "train"]

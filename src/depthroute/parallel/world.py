@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, DepthrouteError
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -50,6 +51,17 @@ class World:
     def barrier(self) -> None:
         if self.size > 1:
             distributed.barrier()
+
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """``action`` on the first rank while the others wait; its failure is everybody's."""
+        result = failure = None
+        if self.is_main:
+            try:
+                result = action()
+            except DepthrouteError as error:
+                failure = error
+        self.raise_together(failure)
+        return result
 
     def raise_together(self, error: BaseException | None) -> None:
         """If some rank failed, every rank fails: its own error, or word of the other's."""

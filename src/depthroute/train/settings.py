@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from depthroute.errors import ConfigError, unknown
-from depthroute.presets import Preset
+from depthroute.presets import Preset, Recipe
 
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("fp32", "bf16")
@@ -140,13 +140,17 @@ class TrainSettings:
 
 
 def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainSettings:
-    """The preset's published settings with ``changes`` on top.
+    """The preset's published settings with ``changes`` on top."""
+    return from_recipe(preset.recipe, changes, f"preset {preset.name!r}")
 
-    Warm-up keeps its proportion of the steps and ``min_lr`` of ``lr`` unless told otherwise.
+
+def from_recipe(recipe: Recipe, changes: dict[str, Any] | None, name: str) -> TrainSettings:
+    """Warm-up keeps its proportion of the steps and ``min_lr`` of ``lr`` unless told otherwise.
+
+    ``name`` is whose recipe it is, for errors.
     """
     changes = dict(changes or {})
     _refuse_unknown(changes)
-    recipe = preset.recipe
     values: dict[str, Any] = {
         "steps": recipe.steps,
         "sequence_length": recipe.sequence_length,
@@ -160,12 +164,12 @@ def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainS
     warmup = _in_proportion(recipe.warmup_steps, recipe.steps, changes.get("steps"))
     values["warmup_steps"] = None if warmup is None else round(warmup)
     values["min_lr"] = _in_proportion(recipe.min_lr, recipe.lr, changes.get("lr"))
-    values = {name: value for name, value in values.items() if value is not None} | changes
+    values = {key: value for key, value in values.items() if value is not None} | changes
     missing = [n for n in ("steps", "batch_size", "sequence_length", "lr") if n not in values]
     if missing:
         raise ConfigError(
-            f"preset {preset.name!r} has no published {', '.join(missing)}; give "
-            + " ".join(f"--set {name}=..." for name in missing)
+            f"{name} has no published {', '.join(missing)}; give "
+            + " ".join(f"--set {key}=..." for key in missing)
         )
     return TrainSettings(**values)
 
