@@ -99,3 +99,13 @@ def test_a_bad_number_on_one_rank_stops_all_and_names_its_site(seen, mode):
             "step": 0,
             "site": "first in parameter model.layers.1.mlp.down_proj.weight",
         }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_disk_tells_every_rank_and_keeps_the_last_good_checkpoint(seen, mode):
+    for rank in range(RANKS):
+        found = seen[rank][mode]["full disk"]
+        assert "cannot write the checkpoint" in found["message"]
+        assert found["message"].count("\n") == 0
+        assert (found["kept"], found["completed"]) == ([0], 0)
+    assert "the last good checkpoint is" in seen[0][mode]["full disk"]["message"]

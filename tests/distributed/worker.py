@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 
 import depthroute as dr
 from depthroute import presets
+from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, joined
 from depthroute.parallel.wrap import wrap
+from depthroute.train.checkpoint import Checkpoints
 from depthroute.train.fit import Fit, Interrupted, export
 from depthroute.train.loop import DivergenceError, Trainer
 from depthroute.train.run_directory import RunDirectory
@@ -122,6 +125,25 @@ def diverged(world, mode):
     return None
 
 
+def full_disk(world, mode, folder):
+    """No file may grow past 2 kB, as on a full disk: every rank is told, and goes back."""
+    one = trainer(dr.RoutingConfig("delta"), {}, world, mode)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.save(one, {})
+    one.take_step(words().batch(0, 0, world.rank, world.size))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        checkpoints.save(one, {})
+        message = None
+    except DepthrouteError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpoints.load(one, 0)
+    return {"message": message, "kept": checkpoints.steps(), "completed": one.completed}
+
+
 def main(folder):
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as world:
@@ -137,6 +159,7 @@ def main(folder):
             for mode in ("ddp", "fsdp"):
                 found[mode]["frozen"] = frozen(world, mode)
                 found[mode]["interrupted"] = interrupted(world, mode, folder / mode)
+                found[mode]["full disk"] = full_disk(world, mode, folder / mode)
                 found[mode]["diverged"] = diverged(world, mode)
         except Exception:
             found["error"] = traceback.format_exc()

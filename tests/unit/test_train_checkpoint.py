@@ -14,6 +14,7 @@ import depthroute as dr
 from depthroute.errors import CheckpointError
 from depthroute.train.checkpoint import Checkpoints
 from depthroute.train.fit import Fit, Interrupted, export
+from depthroute.train.interrupt import stop_signals
 from depthroute.train.loop import DivergenceError, Trainer
 from depthroute.train.run_directory import RunDirectory, RunError
 
@@ -76,6 +77,18 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path, number, name):
         run()
     assert run.checkpoints.steps() == [3]
     assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not():
+    with stop_signals(is_alone=False) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGINT
+    with stop_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
 
 
 def test_state_names_format_step_data_position_and_random_state(tmp_path):

@@ -29,11 +29,17 @@ class World:
 
     def sum(self, value: float) -> float:
         """Over ranks, in fp64; the same on all of them."""
+        return self._reduced(value, distributed.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        return self._reduced(value, distributed.ReduceOp.MAX)
+
+    def _reduced(self, value: float, op: Any) -> float:
         if self.size == 1:
             return value
-        # gloo and NCCL both reduce fp64; the tensor lives where the backend can reach it
+        # the tensor lives where the backend can reach it; gloo and NCCL both reduce fp64
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(total)
+        distributed.all_reduce(total, op)
         return total.item()
 
     def gather(self, value: Any) -> list[Any]:

@@ -80,7 +80,7 @@ class Fit:
         validation = self.data.validation_batches(settings.validation_sequences)
         if trainer.completed == 0:
             self._start()
-        with stop_signals() as stop:
+        with stop_signals(is_alone=trainer.world.size == 1) as stop:
             try:
                 while not trainer.is_done:
                     self._step(validation, stop)
@@ -105,7 +105,7 @@ class Fit:
         self.on_step(result)
         done = trainer.completed
         # every rank must stop at the same step, whichever of them was told to
-        number = max(int(n) for n in world.gather(stop.signal))
+        number = int(world.max(stop.signal))
         loss = None
         if _is_due(done, settings.validate_every) or trainer.is_done:
             loss = self.last_validation = trainer.validate(validation)

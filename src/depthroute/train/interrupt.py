@@ -20,8 +20,12 @@ class Stop:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """A second signal is no longer caught: who asks twice does not want to wait."""
+def stop_signals(*, is_alone: bool = True) -> Iterator[Stop]:
+    """A second signal is no longer caught: who asks twice does not want to wait.
+
+    Unless the process is one of several: Ctrl-C reaches it from the terminal and then once more
+    from torchrun, which itself ends those that take too long.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may set handlers
@@ -29,8 +33,9 @@ def stop_signals() -> Iterator[Stop]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def note(number: int, frame: FrameType | None) -> None:
-        stop.signal = number
-        restore()
+        stop.signal = stop.signal or number
+        if is_alone:
+            restore()
 
     def restore() -> None:
         for number, handler in before.items():
