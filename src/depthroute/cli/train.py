@@ -74,7 +74,10 @@ def train(
     ] = None,
     num_blocks: NumBlocks = None,
     block_size: BlockSize = None,
-    init: Init = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="paper, reference, complete, centered or gate; left out, paper."),
+    ] = None,
     routing: RoutingSettings = None,
     model: Annotated[
         list[str] | None,
