@@ -127,6 +127,15 @@ def test_a_half_written_checkpoint_is_never_resumed_from(tmp_path):
     assert not half.exists()
 
 
+def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path):
+    """Nothing may be without a good checkpoint, not even between two renames."""
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
+    path = checkpoints.save(trainer, {})
+    before = (path / "state.json").stat().st_mtime_ns
+    assert checkpoints.save(trainer, {}) == path
+    assert (path / "state.json").stat().st_mtime_ns == before
+
+
 @pytest.fixture
 def small_files():
     """No file may grow past the limit: what a full disk does, without filling one."""

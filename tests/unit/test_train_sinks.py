@@ -65,7 +65,5 @@ def test_what_a_sink_is_sent(tmp_path, monkeypatch, kind):
 
 def test_a_missing_library_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match="--wandb needs wandb; install it with: pip"
-    ):
+    with pytest.raises(ConfigError, match="--wandb needs wandb; install it with: pip"):
         WeightsAndBiases("project", tmp_path, {})

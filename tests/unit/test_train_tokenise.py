@@ -110,6 +110,14 @@ def test_an_empty_corpus_is_an_error(tmp_path):
     assert not list((tmp_path / "tokens").iterdir())
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path, corpus):
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot write .*Not a directory.* with --cache"):
+        choose_vocabulary("train:300", corpus, tmp_path / "file")
+    with pytest.raises(dr.DepthrouteError, match=r"cannot save to .*Not a directory"):
+        prepare(corpus, as_bytes(), cache=tmp_path / "file")
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_token_is_predicted_exactly_once_an_epoch_over_ranks(tmp_path, corpus, ranks):
     """Tokens are numbered, so that a token seen twice cannot stand in for one not seen."""

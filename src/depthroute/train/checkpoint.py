@@ -57,9 +57,12 @@ class Checkpoints:
     def save(self, trainer: Trainer, state: dict[str, Any], loss: float | None = None) -> Path:
         """The trainer as it stands, with ``state`` beside it; ``loss`` is a validation of it.
 
-        Called by every rank; the first one names and prunes.
+        Called by every rank; the first one names and prunes. A step that is saved already is left
+        as it is: a run that reaches it again has the same parameters.
         """
         world, target = trainer.world, self.path(trainer.completed)
+        if world.max(float(target.exists())):
+            return target
         temporary = self.folder / f"{_TEMPORARY}{target.name}"
         if loss is not None and (self.best is None or loss < self.best["loss"]):
             self.best = {"step": trainer.completed, "loss": loss}
@@ -79,8 +82,6 @@ class Checkpoints:
             if world.is_main:
                 _write(temporary / "state.json", state)
                 _sync(temporary)
-                if target.exists():
-                    shutil.rmtree(target)
                 temporary.rename(target)
                 self._prune()
         return target
@@ -111,12 +112,14 @@ class Checkpoints:
         kept = set(steps[-self.keep_last :])
         if self.best is not None and self.best["step"] in steps:
             kept.add(self.best["step"])
-            link = self.folder / f"{_TEMPORARY}best"
+            link = self.folder / ".best"
             link.unlink(missing_ok=True)
             link.symlink_to(self.path(self.best["step"]).name)
             link.replace(self.folder / "best")
         for step in set(steps) - kept:
-            shutil.rmtree(self.path(step))
+            # renamed first: killed half way, what is left has no name to resume from
+            old = self.path(step).rename(self.folder / f"{_TEMPORARY}old_{step}")
+            shutil.rmtree(old)
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Put ``trainer`` where it was after ``step`` steps; the state that was saved with it."""

@@ -125,12 +125,12 @@ class Fit:
         return path
 
     def _state(self, step: int) -> dict[str, Any]:
-        settings = self.trainer.settings
-        sequences = self.data.num_sequences
+        data = self.data
         return {
             "seed": self.seed,
-            "data": f"{self.data.name}: {sequences} sequences of {settings.sequence_length}",
-            "data_position": self.data.position(step),
+            "data": f"{data.num_sequences} sequences of {data.sequence_length}, "
+            f"{data.batch_size} a step",
+            "data_position": data.position(step),
         }
 
     def _start(self) -> None:

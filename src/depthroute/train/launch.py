@@ -263,6 +263,7 @@ def _open_run(request: Request, config: dict[str, Any]) -> bool:
 
 
 def _refuse_another_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    saved, now = ({**c, "data": c["data"] | {"name": ""}} for c in (saved, now))  # wherever it lies
     for name in ("kind", "preset", "base", "freeze_base", "methods", "seeds", "data"):
         if saved.get(name) != now.get(name):
             raise _other_run(path, name, saved.get(name), now.get(name))

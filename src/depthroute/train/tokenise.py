@@ -59,11 +59,21 @@ def choose_vocabulary(name: str, corpus: Corpus, cache: Path) -> Vocabulary:
     texts = (text for text, _ in corpus.read() if not is_held_out(text, HELD_OUT_PERCENT))
     vocabulary = train(texts, int(size), name)
     assert vocabulary.definition is not None
-    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    temporary.write_text(vocabulary.definition)
-    temporary.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(vocabulary.definition)
+        temporary.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
     return vocabulary
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write {path}: {error.strerror}; free some space or give another folder with "
+        "--cache"
+    )
 
 
 def document_hash(text: str) -> int:
@@ -125,10 +135,7 @@ def prepare(
             }
             (temporary / "index.json").write_text(json.dumps(index, indent=1) + "\n")
     except OSError as error:
-        raise DataError(
-            f"cannot write tokens to {folder}: {error.strerror}; free some space or give another "
-            "folder with --cache"
-        ) from error
+        raise _unwritable(folder, error) from error
     return folder
 
 
