@@ -1,7 +1,7 @@
 """Two processes train what one process trains, with DDP and with FSDP2, over gloo on the CPU.
 
 The budget: losses and gradient norms of six steps within 1e-5 (fp32; sums are taken in another
-order, and 1e-6 was measured), and within 0.05 in bf16, where FSDP2 rounds the whole stream.
+order, and 1e-6 was measured), and within 0.02 in bf16 (0.005 was measured).
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.distributed.worker import CASES
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
-BUDGET = {"bf16": 5e-2}
+BUDGET = {"bf16": 2e-2}
 MODES = ["ddp", "fsdp"]
 
 

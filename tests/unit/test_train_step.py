@@ -46,6 +46,11 @@ def test_bf16_keeps_parameters_gradients_and_optimiser_in_fp32(method):
     assert losses == pytest.approx(exact, rel=0.03)
     assert losses != exact
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    norm = trainer.model.model.layers[-1].input_layernorm
+    seen = []
+    norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    trainer.validate(words().validation_batches(1))
+    assert seen == [torch.bfloat16]
     moments = [m for s in trainer.optimizer.state.values() for m in s.values()]
     assert {m.dtype for m in moments} == {torch.float32}
 

@@ -70,6 +70,9 @@ class Trainer:
         self.inner = unwrapped(model)
         if settings.gradient_checkpointing:
             self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.precision == "bf16":
+            # autocast leaves embeddings fp32, and with them every source of the stream
+            self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
             model.compile(backend=settings.compile)
@@ -170,6 +173,10 @@ class Trainer:
             count += batch.num_targets
         self.model.train()
         return total / count
+
+
+def _in_bf16(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.to(torch.bfloat16)
 
 
 def loss_sum(model: Any, batch: Batch) -> Tensor:

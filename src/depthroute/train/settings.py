@@ -50,7 +50,7 @@ class TrainSettings:
     accumulation: int = 1
     """Parts that a step's sequences are run in, one after the other."""
     precision: str = "fp32"
-    """bf16: activations under autocast; parameters, gradients and optimiser stay fp32."""
+    """bf16: the stream and the matrix products; parameters, gradients and optimiser stay fp32."""
     gradient_checkpointing: bool = False
     compile: str | None = None
     """A torch.compile backend, such as inductor."""
