@@ -71,6 +71,10 @@ def test_train_leaves_a_run_directory_whose_model_loads(depthroute, tmp_path, te
     assert config["preset"]["model"]["vocab_size"] == config["data"]["tokenizer"]["size"] == 300
     assert config["train"]["validate_every"] == 1
     assert len(losses(out)) == 12
+    records = list(RunDirectory(out).records())
+    (routing,) = [r for r in records if r["event"] == "routing"]
+    assert 0 <= routing["mean_normalised_max"] <= 1
+    assert {(r["method"], r["seed"]) for r in records} == {("delta:num_blocks=2", 0)}
     assert (out / "checkpoints" / "best" / "state.json").is_file()
     model = dr.from_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")

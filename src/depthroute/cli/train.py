@@ -209,6 +209,7 @@ def _run(
     """With progress on stderr, so that stdout holds the result alone."""
     import transformers
 
+    from depthroute.diagnostics import trace
     from depthroute.errors import ConfigError, unknown
     from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
@@ -225,7 +226,13 @@ def _run(
     notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main)
     with _Watching(notes) as watching:
         request = Request(
-            data, out, resume=resume == "auto", changes=changes, watch=watching.watch(), **common
+            data,
+            out,
+            resume=resume == "auto",
+            changes=changes,
+            watch=watching.watch(),
+            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
+            **common,
         )
         try:
             outcome = start(request)

@@ -71,7 +71,7 @@ class Fit:
                 )
         self.checkpoints.load(self.trainer, steps[-1])
         self.last_validation = state["validation_loss"]
-        self._record("resumed", step=steps[-1])
+        self.record("resumed", step=steps[-1])
         return steps[-1]
 
     def __call__(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Fit:
                 while not trainer.is_done:
                     self._step(validation, stop)
             except DivergenceError as error:
-                self._record("diverged", step=error.step, reason=str(error))
+                self.record("diverged", step=error.step, reason=str(error))
                 self.save()
                 raise
             finally:
@@ -110,18 +110,18 @@ class Fit:
         if _is_due(done, settings.validate_every) or trainer.is_done:
             loss = self.last_validation = trainer.validate(validation)
             tokens = sum(b.num_targets for b in validation)
-            self._record("validation", step=done, loss=loss, tokens=tokens)
+            self.record("validation", step=done, loss=loss, tokens=tokens)
         best = self.checkpoints.best
         is_best = loss is not None and (best is None or loss < best["loss"])
         if is_best or number or trainer.is_done or _is_due(done, settings.save_every):
             self.save(loss)
         if number and not trainer.is_done:
-            self._record("interrupted", step=done, signal=number)
+            self.record("interrupted", step=done, signal=number)
             raise Interrupted(number, done)
 
     def save(self, loss: float | None = None) -> Path:
         path = self.checkpoints.save(self.trainer, self._state(self.trainer.completed), loss)
-        self._record("checkpoint", step=self.trainer.completed)
+        self.record("checkpoint", step=self.trainer.completed)
         return path
 
     def _state(self, step: int) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Fit:
     def _start(self) -> None:
         model = self.trainer.inner
         routing = model.routing_parameters() if hasattr(model, "sites") else []
-        self._record(
+        self.record(
             "start",
             parameters=sum(p.numel() for p in model.parameters()),
             routing_parameters=sum(p.numel() for p in routing),
@@ -145,7 +145,7 @@ class Fit:
 
     def _record_step(self, result: StepResult, batch: Batch) -> None:
         more = {} if result.skipped is None else {"skipped": result.skipped}
-        self._record(
+        self.record(
             "step",
             step=result.step,
             loss=result.loss,
@@ -158,7 +158,8 @@ class Fit:
             **more,
         )
 
-    def _record(self, event: str, **values: Any) -> None:
+    def record(self, event: str, **values: Any) -> None:
+        """One line of ``metrics.jsonl``, and a copy to every sink."""
         if not self.trainer.world.is_main:
             return
         record = {"event": event, "seed": self.seed, "method": self.label} | values

@@ -18,9 +18,10 @@ from depthroute.errors import ConfigError
 from depthroute.models.command import load_plain
 from depthroute.models.convert import convert
 from depthroute.parallel.world import World, joined
-from depthroute.parallel.wrap import MODES, wrap
+from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Preset, Recipe
 from depthroute.train import environment, tokenise
+from depthroute.train.compare import SHARPNESS_SEQUENCES, Sharpness
 from depthroute.train.data import HELD_OUT_PERCENT, TokenData
 from depthroute.train.documents import open_corpus
 from depthroute.train.fit import Fit, Sink, export, peak_memory
@@ -77,6 +78,8 @@ class Request:
     tensorboard: bool = False
     wandb: str | None = None
     watch: Watch = Watch()
+    sharpness: Sharpness | None = None
+    """Looks at the trained model, as in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,13 @@ def _run(
         step = fit.resume()
         watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
     watch.on_start(trainer.completed, job.settings.steps)
-    outcome = fit() | {"run": str(run.path), "model": str(run.path / "model")}
+    outcome = fit()
+    if request.sharpness is not None and world.is_main and not is_sharded(model):
+        inputs = data.validation_batches(SHARPNESS_SEQUENCES)[0].inputs[:SHARPNESS_SEQUENCES]
+        value = request.sharpness(trainer.inner, inputs.to(trainer.device))
+        fit.record("routing", mean_normalised_max=value)
+        outcome["mean_normalised_max"] = value
+    outcome |= {"run": str(run.path), "model": str(run.path / "model")}
     export(trainer, run.path / "model", vocabulary)
     if world.is_main:
         run.write_json("summary.json", outcome)
