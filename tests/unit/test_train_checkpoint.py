@@ -233,3 +233,19 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
     inputs = words().batch(0, 0).inputs
     expected = run.trainer.model.eval()(inputs).logits
     assert torch.equal(loaded.eval()(inputs).logits, expected)
+
+
+def test_a_skipped_step_is_recorded_with_its_reason_and_is_on_no_curve(tmp_path):
+    name = "model.norm.weight"
+
+    def spoil(result):
+        parameter = run.trainer.model.get_parameter(name)
+        with torch.no_grad():
+            parameter[0] = float("nan") if result.step == 3 else 1.0
+
+    run = fit(tmp_path / "run", replace(LONG, on_bad_step="skip"), on_step=spoil)
+    run()
+    (record,) = [r for r in run.run.records() if r["event"] == "skipped"]
+    assert record["step"] == 4 and f"first in parameter {name}" in record["reason"]
+    assert len(losses(run.run)) == 19
+    assert "NaN" not in run.run.metrics.read_text()

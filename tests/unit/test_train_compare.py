@@ -250,3 +250,9 @@ def test_a_run_directory_that_cannot_be_used_is_refused(tmp_path):
 def test_a_comparison_needs_seeds_that_differ():
     with pytest.raises(ConfigError, match=r"seeds=\[0, 0\] must be at least one, each named once"):
         small(seeds=(0, 0))
+
+
+@pytest.mark.parametrize("setting", ["save_every=5", "document_masking=true", "on_bad_step=skip"])
+def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
+    with pytest.raises(ConfigError, match=r"--set .* is for depthroute train"):
+        prepare.comparison(methods="standard", assignments=[setting])

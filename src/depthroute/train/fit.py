@@ -144,7 +144,9 @@ class Fit:
         )
 
     def _record_step(self, result: StepResult, batch: Batch) -> None:
-        more = {} if result.skipped is None else {"skipped": result.skipped}
+        if result.skipped is not None:  # its loss may be no number, and no curve should hold it
+            self.record("skipped", step=result.step, reason=result.skipped)
+            return
         self.record(
             "step",
             step=result.step,
@@ -155,7 +157,6 @@ class Fit:
             tokens=result.tokens,
             memory_bytes=peak_memory(self.trainer.device),
             batch_crc32=zlib.crc32(batch.inputs.numpy().tobytes()),
-            **more,
         )
 
     def record(self, event: str, **values: Any) -> None:

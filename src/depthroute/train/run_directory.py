@@ -88,6 +88,6 @@ class RunDirectory:
 
 
 def _is_after(record: dict[str, Any], completed: int) -> bool:
-    """A ``step`` names itself, counted from 0; every other event the steps done before it."""
-    done = record.get("step", 0) + (record["event"] == "step")
+    """A step names itself, counted from 0; every other event the steps done before it."""
+    done = record.get("step", 0) + (record["event"] in ("step", "skipped"))
     return done > completed
