@@ -286,3 +286,9 @@ def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(m
     kept = sum(t.numel() for t in trainer.resident_tensors() if t.ndim)
     buffers = sum(b.numel() for b in trainer.model.buffers())
     assert kept == pytest.approx(3 * parameters + buffers, rel=0.01)
+
+
+@pytest.mark.parametrize("setting", ["save_every=5", "document_masking=true", "on_bad_step=skip"])
+def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
+    with pytest.raises(ConfigError, match=r"--set .* is for depthroute train"):
+        prepare.comparison(methods="standard", assignments=[setting])

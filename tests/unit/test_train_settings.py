@@ -4,7 +4,7 @@ import pytest
 
 from depthroute import presets
 from depthroute.errors import ConfigError
-from depthroute.train.optim import build_optimizer, cosine, rate_factor, set_rate, wsd
+from depthroute.train.optim import build_optimizer, cosine, rate_factor, set_rates, wsd
 from depthroute.train.settings import TrainSettings, from_preset
 
 
@@ -31,6 +31,13 @@ def test_settings_survive_a_trip_through_json():
         ({"betas": (0.9,)}, r"train.betas=\(0.9,\) must be two numbers"),
         ({"clip": 0}, r"train.clip=0 must be greater than 0"),
         ({"weight_decay": -1}, r"train.weight_decay=-1 must be at least 0"),
+        ({"accumulation": 3}, r"accumulation=3 does not divide train.batch_size=2"),
+        ({"precision": "fp16"}, r"unknown train.precision 'fp16'"),
+        ({"on_bad_step": "go"}, r"unknown train.on_bad_step 'go'; .*known: stop, skip"),
+        ({"gradient_checkpointing": 1}, r"gradient_checkpointing=1 must be true or false"),
+        ({"compile": True}, r"train.compile=True must name a backend, such as inductor"),
+        ({"routing_min_lr": 1.0}, r"routing_min_lr=1.0 is above the routing rate 0.01"),
+        ({"spike": 0}, r"train.spike=0 must be greater than 0"),
         ({"decay_fraction": 1.5}, r"train.decay_fraction=1.5 must be at most 1"),
     ],
 )
@@ -94,13 +101,22 @@ def test_the_settings_choose_the_schedule():
 
 def test_routing_has_its_own_rate_and_every_group_follows_the_schedule():
     model = presets.build("tiny")
-    optimizer = build_optimizer(model, settings(routing_lr=0.5, weight_decay=0.3))
+    given = settings(routing_lr=0.5, weight_decay=0.3)
+    optimizer = build_optimizer(model, given)
     groups = {group["name"]: group for group in optimizer.param_groups}
     routing = {id(p) for p in model.routing_parameters()}
     assert {id(p) for p in groups["routing"]["params"]} == routing
     assert [groups[n]["weight_decay"] for n in ("decay", "no_decay", "routing")] == [0.3, 0, 0]
     assert sum(len(g["params"]) for g in groups.values()) == len(list(model.parameters()))
-    set_rate(optimizer, 0.5)
-    set_rate(optimizer, 0.1)
+    set_rates(optimizer, 50, given)
+    set_rates(optimizer, 99, given)
     assert groups["decay"]["lr"] == pytest.approx(1e-3)
     assert groups["routing"]["lr"] == pytest.approx(0.05)
+
+
+def test_the_routing_rate_can_end_where_the_base_rate_ends():
+    """As published for fine-tuning: 5e-5 and 5e-3, both to 3e-5."""
+    given = settings(lr=5e-5, routing_lr=5e-3, min_lr=3e-5, routing_min_lr=3e-5)
+    optimizer = build_optimizer(presets.build("tiny"), given)
+    set_rates(optimizer, 99, given)
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([3e-5] * 3)

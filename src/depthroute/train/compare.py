@@ -70,7 +70,7 @@ class Comparison:
                 "name": self.data.name,
                 "train_bytes": len(self.data.train),
                 "validation_bytes": len(self.data.validation),
-                "train_sha256": hashlib.sha256(self.data.train.tobytes()).hexdigest(),
+                "train_sha256": hashlib.sha256(self.data.train[:].tobytes()).hexdigest(),
                 "baselines": ngram_losses(self.data, validation),
             },
             "environment": environment.describe(),

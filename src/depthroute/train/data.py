@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from depthroute.errors import DepthrouteError
 VOCABULARY = 256
 HELD_OUT_PERCENT = 5
 END_OF_FILE = b"\0"
+IGNORED = -100
+"""A target that is no prediction: the room behind the last token of all."""
 COUNTING_CHUNK = 1 << 20
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -30,13 +33,32 @@ class DataError(DepthrouteError):
     """Text that is missing, empty or too small to train on."""
 
 
+class Stream(Protocol):
+    """Tokens on disk or in memory; a slice is an array."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: Any, /) -> Any: ...
+
+
 class Batch(NamedTuple):
     inputs: Tensor
     targets: Tensor
-    """The token after each input, both [batch, sequence]."""
+    """The token after each input, both [batch, sequence]; IGNORED where there is none."""
+    positions: Tensor | None = None
+    """Of each input in its document, where documents are masked from each other."""
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.inputs.to(device), self.targets.to(device))
+        return Batch(*(None if x is None else x.to(device) for x in self))  # pyright: ignore
+
+    def split(self, parts: int) -> list[Batch]:
+        """Equal parts of its sequences, in order."""
+        chunks = [[None] * parts if x is None else x.tensor_split(parts) for x in self]
+        return [Batch(*part) for part in zip(*chunks, strict=True)]  # pyright: ignore
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,58 +66,95 @@ class TokenData:
     """A training stream and a held-out stream, cut into sequences.
 
     Sequence ``n`` is tokens ``n*T .. n*T + T`` (the last is only a target), so an epoch predicts
-    every token once; at most ``T`` tokens at the end are left over.
+    every token once; at most ``T`` tokens at the end are left over, and with ``keep_tail`` none:
+    the last sequence is then a short one.
     """
 
     name: str
-    train: np.ndarray
-    validation: np.ndarray
+    train: Stream
+    validation: Stream
     batch_size: int
     sequence_length: int
     train_files: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
+    keep_tail: bool = False
+    train_documents: np.ndarray | None = None
+    """Where each document starts; given, documents are masked from each other."""
+    validation_documents: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         for part, least in (("train", self.batch_size), ("validation", 1)):
             tokens = len(getattr(self, part))
             if self._count(tokens) < least:
                 raise DataError(
-                    f"{self.name}: the {part} part has {tokens:,} bytes and needs at least "
+                    f"{self.name}: the {part} part has {tokens:,} {self._unit} and needs at least "
                     f"{least * self.sequence_length + 1:,} for {least} "
                     f"sequence{'s' if least > 1 else ''} of {self.sequence_length}; give more "
                     "text, or a smaller batch_size or sequence_length"
                 )
 
+    @property
+    def _unit(self) -> str:
+        return "bytes" if isinstance(self.train, np.ndarray) else "tokens"
+
     def _count(self, tokens: int) -> int:
-        return max(0, (tokens - 1) // self.sequence_length)
+        tail = self.sequence_length - 1 if self.keep_tail else 0
+        return max(0, (tokens - 1 + tail) // self.sequence_length)
 
     @property
     def num_sequences(self) -> int:
         return self._count(len(self.train))
 
-    def batch(self, step: int, seed: int) -> Batch:
-        """The batch of ``step``: nothing but ``seed`` and ``step`` decides it.
+    def batch(self, step: int, seed: int, rank: int = 0, ranks: int = 1) -> Batch:
+        """The batch of ``step``, or one rank's part: nothing but these numbers decides it.
 
-        Each epoch visits every sequence once in an order of its own.
+        Each epoch visits every sequence once in an order of its own, however many ranks share it.
         """
-        first = step * self.batch_size
-        places = range(first, first + self.batch_size)
+        if self.batch_size % ranks:
+            raise DataError(
+                f"batch_size={self.batch_size} cannot be shared by {ranks} ranks; use a multiple"
+            )
+        share = self.batch_size // ranks
+        first = step * self.batch_size + rank * share
         count = self.num_sequences
+        places = range(first, first + share)
         chosen = [epoch_order(seed, n // count, count)[n % count] for n in places]
-        return self._gather(self.train, chosen)
+        return self._gather(self.train, self.train_documents, chosen)
+
+    def position(self, step: int) -> dict[str, int]:
+        """Where the training data stands before ``step``; it follows from the step alone."""
+        epoch, sequence = divmod(step * self.batch_size, self.num_sequences)
+        return {"epoch": epoch, "sequence": sequence}
 
     def validation_batches(self, sequences: int) -> list[Batch]:
         """Up to ``sequences`` held-out sequences, evenly spread and always the same."""
         count = self._count(len(self.validation))
         chosen = np.unique(np.linspace(0, count - 1, min(sequences, count)).astype(np.int64))
-        starts = range(0, len(chosen), self.batch_size)
-        return [self._gather(self.validation, chosen[s : s + self.batch_size]) for s in starts]
+        return [
+            self._gather(
+                self.validation, self.validation_documents, chosen[s : s + self.batch_size]
+            )
+            for s in range(0, len(chosen), self.batch_size)
+        ]
 
-    def _gather(self, stream: np.ndarray, sequences: list[int] | np.ndarray) -> Batch:
+    def _gather(
+        self, stream: Stream, documents: np.ndarray | None, sequences: Sequence[int] | np.ndarray
+    ) -> Batch:
         length = self.sequence_length
-        rows = np.stack([stream[n * length : n * length + length + 1] for n in sequences])
-        tokens = torch.from_numpy(rows.astype(np.int64))
-        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        rows = np.zeros((len(sequences), length + 1), dtype=np.int64)
+        targets = np.full((len(sequences), length), IGNORED, dtype=np.int64)
+        for row, n in enumerate(sequences):
+            tokens = stream[int(n) * length : int(n) * length + length + 1]
+            rows[row, : len(tokens)] = tokens
+            targets[row, : len(tokens) - 1] = tokens[1:]
+        positions = None
+        if documents is not None:
+            starts = np.asarray(sequences, dtype=np.int64)[:, None] * length
+            places = starts + np.arange(length)
+            begun = documents[np.searchsorted(documents, places, side="right") - 1]
+            positions = torch.from_numpy(places - np.maximum(begun, starts))
+        inputs = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
+        return Batch(inputs, torch.from_numpy(targets), positions)
 
 
 @lru_cache(maxsize=4)

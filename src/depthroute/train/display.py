@@ -30,6 +30,22 @@ def progress_bar(console: Console) -> Progress:
     )
 
 
+def training_bar(console: Console) -> Progress:
+    """Loss, rate, memory and time left in one line of at most 80 columns."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=10),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
+def training_status(loss: float, tokens_per_second: float, memory: int) -> str:
+    return f"loss {loss:.3f} {tokens_per_second:,.0f} tokens/s {memory / 2**30:.1f} GiB"
+
+
 def comparison_table(summary: dict[str, Any]) -> Table:
     """Fits a terminal of 80 columns; ``summary.json`` has all digits."""
     seeds, scale = summary["seeds"], summary["baselines"]

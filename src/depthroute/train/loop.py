@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +16,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
-from depthroute.train.data import Batch, TokenData
-from depthroute.train.optim import build_optimizer, rate_factor, set_rate
+from depthroute.parallel.world import SINGLE, World
+from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.train.data import IGNORED, Batch, TokenData
+from depthroute.train.divergence import locate
+from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
+
+RECENT = 32
+"""Losses whose median a spike is measured against."""
+LEAST_RECENT = 8
+"""Before so many are known nothing is called a spike."""
 
 
 class DivergenceError(DepthrouteError):
-    """The loss or the gradient stopped being a number."""
+    """The loss or the gradient stopped being a number, or the loss jumped."""
 
-    def __init__(self, step: int, what: str, value: float, lr: float) -> None:
-        self.step = step
+    def __init__(self, step: int, what: str, value: float, lr: float, site: str = "") -> None:
+        self.step, self.site = step, site
         super().__init__(
-            f"{what} is {value} at step {step} (lr {lr:.3g}); the parameters are those of the "
-            "step before. Lower lr or clip, or lengthen warmup_steps"
+            f"{what} is {value} at step {step} (lr {lr:.3g}){site and ', ' + site}; the parameters "
+            "are those of the step before. Lower lr or clip, or lengthen warmup_steps"
         )
 
 
@@ -39,20 +50,34 @@ class StepResult:
     """Before clipping."""
     seconds: float
     tokens: int
+    """Of all ranks."""
+    skipped: str | None = None
+    """Why the update was left out; None where it was made."""
 
 
 class Trainer:
     """A model, its optimiser and how many steps they have taken.
 
     :meth:`take_step` is given its batch, so that several trainers can share one; :meth:`run` draws
-    the batches itself.
+    the batches itself. With a ``world`` of several ranks ``model`` is what
+    :func:`depthroute.parallel.wrap.wrap` made, and each rank is given its own part of the batch.
     """
 
-    def __init__(self, model: Any, settings: TrainSettings) -> None:
+    def __init__(self, model: Any, settings: TrainSettings, world: World = SINGLE) -> None:
         self.model = model
         self.settings = settings
-        self.optimizer = build_optimizer(model, settings)
+        self.world = world
+        self.inner = unwrapped(model)
+        if settings.gradient_checkpointing:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.precision == "bf16":
+            # autocast leaves embeddings fp32, and with them every source of the stream
+            self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
+        self.optimizer = build_optimizer(self.inner, settings)
+        if settings.compile is not None:
+            model.compile(backend=settings.compile)
         self.completed = 0
+        self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device
         model.train()
 
@@ -70,48 +95,109 @@ class Trainer:
     def run(self, data: TokenData, seed: int) -> Iterator[StepResult]:
         """The remaining steps, each result handed over as it is made."""
         while not self.is_done:
-            yield self.take_step(data.batch(self.completed, seed))
+            batch = data.batch(self.completed, seed, self.world.rank, self.world.size)
+            yield self.take_step(batch)
 
     def take_step(self, batch: Batch) -> StepResult:
         """Forward, backward, clip, update. A bad step raises before it touches the parameters."""
         started = time.perf_counter()
         step = self.completed
-        set_rate(self.optimizer, rate_factor(step, self.settings))
+        set_rates(self.optimizer, step, self.settings)
         lr = self.optimizer.param_groups[0]["lr"]
-        loss = next_token_loss(self.model, batch.to(self.device))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        tokens = round(self.world.sum(batch.num_targets))
+        total = torch.zeros((), device=self.device)
+        parts = batch.split(self.settings.accumulation)
+        for index, part in enumerate(parts):
+            # each rank's gradient is averaged with the others', so its share of the mean is
+            # its sum times the number of ranks
+            with syncing(self.model, index == len(parts) - 1):
+                loss = self._loss_sum(part.to(self.device)) / tokens
+                (loss * self.world.size if self.world.size > 1 else loss).backward()
+            total += loss.detach()
+        norm = global_norm_clipped(self.inner, self.settings.clip)
         # reading both numbers also waits for an accelerator, so the time is the step's
-        values = {"loss": loss.item(), "the gradient norm": norm.item()}
-        for what, value in values.items():
-            if not math.isfinite(value):
-                raise DivergenceError(step, what, value, lr)
-        self.optimizer.step()
+        values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
+        skipped = self._judge(values, parts, lr)
+        if skipped is None:
+            self.optimizer.step()
+            self.recent.append(values["loss"])
         self.optimizer.zero_grad(set_to_none=True)
         self.completed += 1
         return StepResult(
             step=step,
             loss=values["loss"],
             lr=lr,
-            gradient_norm=values["the gradient norm"],
+            gradient_norm=norm,
             seconds=time.perf_counter() - started,
-            tokens=batch.targets.numel(),
+            tokens=tokens,
+            skipped=skipped,
         )
+
+    def _judge(self, values: dict[str, float], parts: list[Batch], lr: float) -> str | None:
+        """None for a good step; for a bad one an error, or by policy the reason to skip it."""
+        bad = next((w for w, value in values.items() if not math.isfinite(value)), None)
+        site = ""
+        if bad is not None:
+            site = locate(self.inner, lambda: self._losses(parts), self.world.first)
+        elif self._is_spike(values["loss"]):
+            bad = "loss"
+            site = f"{values['loss'] - statistics.median(self.recent):.2f} above the recent median"
+        if bad is None:
+            return None
+        error = DivergenceError(self.completed, bad, values[bad], lr, site)
+        if self.settings.on_bad_step == "stop":
+            self.optimizer.zero_grad(set_to_none=True)
+            raise error
+        return f"{bad} is {values[bad]}{site and ', ' + site}"
+
+    def _is_spike(self, loss: float) -> bool:
+        if self.settings.spike is None or len(self.recent) < LEAST_RECENT:
+            return False
+        return loss > statistics.median(self.recent) + self.settings.spike
+
+    def _losses(self, parts: list[Batch]) -> None:
+        for part in parts:
+            self._loss_sum(part.to(self.device))
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            return loss_sum(self.model, batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Parameters stay fp32 and are the master weights: nothing to keep in step or to save
+        twice, and the same code under DDP. FSDP2 casts by its own policy."""
+        if self.settings.precision == "fp32" or is_sharded(self.model):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     @torch.no_grad()
     def validate(self, batches: list[Batch]) -> float:
-        """Mean nats per token over held-out batches."""
+        """Mean nats per token over held-out batches, which every rank computes in full."""
         self.model.eval()
         total, count = 0.0, 0
         for batch in batches:
-            tokens = batch.targets.numel()
-            total += next_token_loss(self.model, batch.to(self.device)).item() * tokens
-            count += tokens
+            total += self._loss_sum(batch.to(self.device)).item()
+            count += batch.num_targets
         self.model.train()
         return total / count
 
 
+def _in_bf16(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.to(torch.bfloat16)
+
+
+def loss_sum(model: Any, batch: Batch) -> Tensor:
+    """Cross-entropy in nats, summed; targets are the inputs one token on."""
+    positions = {} if batch.positions is None else {"position_ids": batch.positions}
+    logits = model(input_ids=batch.inputs, use_cache=False, **positions).logits
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        batch.targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
 def next_token_loss(model: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats; targets are the inputs one token on."""
-    logits = model(input_ids=batch.inputs, use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+    """Mean cross-entropy in nats."""
+    return loss_sum(model, batch) / batch.num_targets

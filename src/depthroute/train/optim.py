@@ -27,9 +27,9 @@ def wsd(step: int, *, steps: int, warmup: int, decay: int, floor: float) -> floa
     return floor + (1 - floor) * min(1.0, max(0.0, remaining))
 
 
-def rate_factor(step: int, settings: TrainSettings) -> float:
-    """What every group's peak rate is multiplied by at ``step``."""
-    floor = settings.min_lr / settings.lr
+def rate_factor(step: int, settings: TrainSettings, floor: float | None = None) -> float:
+    """What a peak rate is multiplied by at ``step``; left out, the floor is the base's."""
+    floor = settings.min_lr / settings.lr if floor is None else floor
     steps, warmup = settings.steps, settings.warmup_steps
     if settings.schedule == "cosine":
         return cosine(step, steps=steps, warmup=warmup, floor=floor)
@@ -38,14 +38,19 @@ def rate_factor(step: int, settings: TrainSettings) -> float:
 
 
 def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW with its own group and rate for the routing; fused where torch has the kernel."""
     groups = parameter_groups(
         model, settings.lr, settings.routing_lr, weight_decay=settings.weight_decay
     )
     for group in groups:
         group["peak_lr"] = group["lr"]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+        group["floor"] = settings.min_lr / settings.lr
+        if group["name"] == "routing" and settings.routing_min_lr is not None:
+            group["floor"] = settings.routing_min_lr / settings.routing_peak
+    is_fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=is_fused)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, step: int, settings: TrainSettings) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = group["peak_lr"] * factor
+        group["lr"] = group["peak_lr"] * rate_factor(step, settings, group["floor"])

@@ -11,6 +11,8 @@ from depthroute.train.compare import Comparison
 from depthroute.train.methods import parse_assignment, parse_methods
 from depthroute.train.settings import from_preset
 
+ONE_RUN_ONLY = ("document_masking", "on_bad_step", "save_every", "keep_last")
+
 
 def comparison(
     *,
@@ -26,7 +28,14 @@ def comparison(
     for method in parsed:
         # so that a block too long for this model is refused now and not after the first method
         presets.build(chosen, method.routing, device="meta")
-    settings = from_preset(chosen, dict(parse_assignment(a, "--set") for a in assignments or []))
+    changes = dict(parse_assignment(a, "--set") for a in assignments or [])
+    for name in changes:
+        if name in ONE_RUN_ONLY:
+            raise ConfigError(
+                f"--set {name}: a comparison keeps no checkpoints, reads bytes and drops a method "
+                "whose step goes bad; that setting is for depthroute train"
+            )
+    settings = from_preset(chosen, changes)
     where = choose_device(device)
     tokens = text.load(
         data, batch_size=settings.batch_size, sequence_length=settings.sequence_length

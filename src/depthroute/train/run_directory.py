@@ -42,6 +42,18 @@ class RunDirectory:
             ) from error
         return run
 
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunDirectory:
+        """A run that is to go on. A line cut short when its process was killed is removed."""
+        run = cls(Path(path).expanduser())
+        try:
+            with run.metrics.open("r+b") as handle:
+                text = handle.read()
+                handle.truncate(text.rfind(b"\n") + 1)
+        except OSError as error:
+            raise RunError(f"cannot resume {run.path}: {error.strerror}") from error
+        return run
+
     def append(self, record: dict[str, Any]) -> None:
         """One line, on disk before the next step is taken."""
         try:
@@ -51,9 +63,16 @@ class RunDirectory:
             raise RunError(f"cannot write {self.metrics}: {error.strerror}") from error
 
     def records(self) -> Iterator[dict[str, Any]]:
+        """The lines of the run that counts: where it went on from a checkpoint, what had come
+        after that checkpoint is left out, because it was done again."""
+        kept: list[dict[str, Any]] = []
         with self.metrics.open() as handle:
             for line in handle:
-                yield json.loads(line)
+                record = json.loads(line)
+                if record["event"] == "resumed":
+                    kept = [r for r in kept if not _is_after(r, record["step"])]
+                kept.append(record)
+        yield from kept
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Written under another name first: a reader sees the old file or the whole new one."""
@@ -66,3 +85,9 @@ class RunDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         return json.loads((self.path / name).read_text())
+
+
+def _is_after(record: dict[str, Any], completed: int) -> bool:
+    """A step names itself, counted from 0; every other event the steps done before it."""
+    done = record.get("step", 0) + (record["event"] in ("step", "skipped"))
+    return done > completed

@@ -7,12 +7,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from depthroute.errors import ConfigError, unknown
-from depthroute.presets import Preset
+from depthroute.presets import Preset, Recipe
 
 SCHEDULES = ("cosine", "wsd")
+PRECISIONS = ("fp32", "bf16")
+POLICIES = ("stop", "skip")
 
 _WHOLE = {"steps": 1, "batch_size": 1, "sequence_length": 1, "warmup_steps": 0}
-_WHOLE |= {"validate_every": 1, "validation_sequences": 1}
+_WHOLE |= {"validate_every": 1, "validation_sequences": 1, "accumulation": 1}
+_WHOLE |= {"save_every": 1, "keep_last": 1}
+_OPTIONAL = ("validate_every", "save_every")
+_SWITCHES = ("gradient_checkpointing", "document_masking")
+MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
+"""What a resumed run may set anew: none of it changes a step that is taken."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class TrainSettings:
     min_lr: float = 0.0
     routing_lr: float | None = None
     """Peak rate of the routing parameters; left out, ``lr``."""
+    routing_min_lr: float | None = None
+    """Where the routing rate ends; left out, in proportion to ``min_lr``."""
     warmup_steps: int = 0
     schedule: str = "cosine"
     decay_fraction: float = 0.2
@@ -38,17 +47,42 @@ class TrainSettings:
     validate_every: int | None = None
     """Steps between validations; the end of the run is always validated."""
     validation_sequences: int = 256
+    accumulation: int = 1
+    """Parts that a step's sequences are run in, one after the other."""
+    precision: str = "fp32"
+    """bf16: the stream and the matrix products; parameters, gradients and optimiser stay fp32."""
+    gradient_checkpointing: bool = False
+    compile: str | None = None
+    """A torch.compile backend, such as inductor."""
+    document_masking: bool = False
+    """Attention and positions start anew at every document of a packed sequence."""
+    on_bad_step: str = "stop"
+    """What a loss or gradient that is no number, or a spike, does: stop the run or skip it."""
+    spike: float | None = None
+    """Nats above the median of recent losses from which a loss is a spike; left out, none is."""
+    save_every: int | None = None
+    """Steps between checkpoints; the end and an interruption are always saved."""
+    keep_last: int = 2
+    """Newest checkpoints to keep, besides the one with the best validation loss."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", _pair(self.betas))
         for name, least in _WHOLE.items():
-            _check_whole(name, getattr(self, name), least, optional=name == "validate_every")
+            _check_whole(name, getattr(self, name), least, optional=name in _OPTIONAL)
         for name in ("lr", "clip"):
             _check_number(name, getattr(self, name), above=0.0)
         for name in ("min_lr", "weight_decay"):
             _check_number(name, getattr(self, name), least=0.0)
-        if self.routing_lr is not None:
-            _check_number("routing_lr", self.routing_lr, above=0.0)
+        for name in ("routing_lr", "spike"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), above=0.0)
+        if self.routing_min_lr is not None:
+            _check_number("routing_min_lr", self.routing_min_lr, least=0.0)
+            if self.routing_min_lr > self.routing_peak:
+                raise ConfigError(
+                    f"train.routing_min_lr={self.routing_min_lr} is above the routing rate "
+                    f"{self.routing_peak}; give at most that"
+                )
         if self.min_lr > self.lr:
             raise ConfigError(
                 f"train.min_lr={self.min_lr} is above train.lr={self.lr}; the schedule ends at "
@@ -59,8 +93,22 @@ class TrainSettings:
                 f"train.warmup_steps={self.warmup_steps} leaves nothing of train.steps="
                 f"{self.steps} to train at the full rate; use fewer than {self.steps}"
             )
-        if self.schedule not in SCHEDULES:
-            raise unknown("train.schedule", self.schedule, SCHEDULES)
+        choices = {"schedule": SCHEDULES, "precision": PRECISIONS, "on_bad_step": POLICIES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise unknown(f"train.{name}", getattr(self, name), allowed)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"train.{name}={getattr(self, name)!r} must be true or false")
+        if self.compile is not None and not isinstance(self.compile, str):
+            raise ConfigError(
+                f"train.compile={self.compile!r} must name a backend, such as inductor"
+            )
+        if self.batch_size % self.accumulation:
+            raise ConfigError(
+                f"train.accumulation={self.accumulation} does not divide train.batch_size="
+                f"{self.batch_size} into equal parts; choose a divisor"
+            )
         _check_number("decay_fraction", self.decay_fraction, above=0.0)
         if self.decay_fraction > 1:
             raise ConfigError(f"train.decay_fraction={self.decay_fraction} must be at most 1")
@@ -68,6 +116,10 @@ class TrainSettings:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.sequence_length
+
+    @property
+    def routing_peak(self) -> float:
+        return self.lr if self.routing_lr is None else self.routing_lr
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"betas": list(self.betas)}
@@ -88,13 +140,17 @@ class TrainSettings:
 
 
 def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainSettings:
-    """The preset's published settings with ``changes`` on top.
+    """The preset's published settings with ``changes`` on top."""
+    return from_recipe(preset.recipe, changes, f"preset {preset.name!r}")
 
-    Warm-up keeps its proportion of the steps and ``min_lr`` of ``lr`` unless told otherwise.
+
+def from_recipe(recipe: Recipe, changes: dict[str, Any] | None, name: str) -> TrainSettings:
+    """Warm-up keeps its proportion of the steps and ``min_lr`` of ``lr`` unless told otherwise.
+
+    ``name`` is whose recipe it is, for errors.
     """
     changes = dict(changes or {})
     _refuse_unknown(changes)
-    recipe = preset.recipe
     values: dict[str, Any] = {
         "steps": recipe.steps,
         "sequence_length": recipe.sequence_length,
@@ -108,12 +164,12 @@ def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainS
     warmup = _in_proportion(recipe.warmup_steps, recipe.steps, changes.get("steps"))
     values["warmup_steps"] = None if warmup is None else round(warmup)
     values["min_lr"] = _in_proportion(recipe.min_lr, recipe.lr, changes.get("lr"))
-    values = {name: value for name, value in values.items() if value is not None} | changes
+    values = {key: value for key, value in values.items() if value is not None} | changes
     missing = [n for n in ("steps", "batch_size", "sequence_length", "lr") if n not in values]
     if missing:
         raise ConfigError(
-            f"preset {preset.name!r} has no published {', '.join(missing)}; give "
-            + " ".join(f"--set {name}=..." for name in missing)
+            f"{name} has no published {', '.join(missing)}; give "
+            + " ".join(f"--set {key}=..." for key in missing)
         )
     return TrainSettings(**values)
 

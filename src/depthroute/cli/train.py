@@ -1,0 +1,317 @@
+"""`depthroute train` and `depthroute finetune`: one loop, from scratch or from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from depthroute.cli.app import AsJson, app
+from depthroute.cli.convert import (
+    Base,
+    BlockSize,
+    Init,
+    Method,
+    NumBlocks,
+    RoutingSettings,
+    routing_config,
+)
+
+Data = Annotated[
+    str,
+    typer.Option(
+        help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, or "
+        "hf:NAME[:CONFIG[:SPLIT]], which is streamed."
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")]
+Resume = Annotated[
+    str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
+]
+Steps = Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the weights and the order of the data.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
+TextField = Annotated[str, typer.Option(help="The field of JSONL and Parquet that holds text.")]
+HeldOut = Annotated[float, typer.Option(help="Percent of documents for validation.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Tokenise no more than this.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Tokenising processes.")]
+Cache = Annotated[
+    Path | None, typer.Option(help="Where tokens are kept; left out, $DEPTHROUTE_CACHE.")
+]
+Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
+Wandb = Annotated[str | None, typer.Option(help="Send records to this W&B project too.")]
+
+
+@app.command(
+    epilog="Example: `depthroute train --preset tiny --data book.txt --method delta --steps 500 "
+    "--out runs/book`"
+)
+def train(
+    data: Data,
+    preset: Annotated[str, typer.Option(help="Model shape; see `depthroute presets`.")] = "tiny",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder, hub id, train:SIZE or bytes (default where they suffice)."),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="attnres, delta, x0_skip, depth_attention or standard; left out, the preset's."
+        ),
+    ] = None,
+    num_blocks: NumBlocks = None,
+    block_size: BlockSize = None,
+    init: Annotated[
+        str | None,
+        typer.Option(help="paper, reference, complete, centered or gate; left out, paper."),
+    ] = None,
+    routing: RoutingSettings = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="Model setting key=value, such as num_hidden_layers=4. Repeatable."),
+    ] = None,
+    steps: Steps = None,
+    settings: Settings = None,
+    out: Out = None,
+    resume: Resume = "never",
+    seed: Seed = 0,
+    device: Device = "auto",
+    parallel: Parallel = "ddp",
+    text_field: TextField = "text",
+    held_out: HeldOut = 5.0,
+    max_tokens: MaxTokens = None,
+    workers: Workers = None,
+    cache: Cache = None,
+    tensorboard: Board = False,
+    wandb: Wandb = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a preset's model from scratch on your text.
+
+    The text is tokenised once and kept. Ctrl-C and SIGTERM save and stop; `--resume auto` goes on
+    as if nothing had happened. The run directory ends with config.json, metrics.jsonl,
+    checkpoints/ and model/, which `from_pretrained` loads. For several devices put
+    `torchrun --nproc-per-node N -m` before `depthroute.cli train`.
+    """
+    given = (num_blocks, block_size, init, routing)
+    if method is None and any(option is not None for option in given):
+        from depthroute.errors import ConfigError
+
+        raise ConfigError("routing options need the method they belong to; add --method")
+    chosen = None if method is None else routing_config(method, *given)
+    common = {"tokenizer": tokenizer, "seed": seed, "device": device, "parallel": parallel}
+    common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
+
+    def start(request: Any) -> dict[str, Any]:
+        from depthroute.train import launch
+
+        return launch.train(request, preset, chosen, _assigned(model, "--model"))
+
+    _run("train", start, data, out, resume, _changes(settings, steps), common, as_json)
+
+
+@app.command(
+    epilog="Example: `depthroute finetune --base ./SmolLM2-135M --method delta --num-blocks 4 "
+    "--data wiki.jsonl.gz --out runs/smol-delta`"
+)
+def finetune(
+    base: Base,
+    data: Data,
+    method: Method = "delta",
+    num_blocks: NumBlocks = None,
+    block_size: BlockSize = None,
+    init: Init = None,
+    routing: RoutingSettings = None,
+    freeze_base: Annotated[
+        bool, typer.Option("--freeze-base", help="Train the routing parameters alone.")
+    ] = False,
+    tolerance: Annotated[
+        float, typer.Option(min=0.0, help="Largest logit difference of the converted model.")
+    ] = 1e-3,
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Start whatever the difference.")
+    ] = False,
+    steps: Steps = None,
+    settings: Settings = None,
+    out: Out = None,
+    resume: Resume = "never",
+    seed: Seed = 0,
+    device: Device = "auto",
+    parallel: Parallel = "ddp",
+    text_field: TextField = "text",
+    held_out: HeldOut = 5.0,
+    max_tokens: MaxTokens = None,
+    workers: Workers = None,
+    cache: Cache = None,
+    tensorboard: Board = False,
+    wandb: Wandb = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a pretrained model and train it on: the published recipe, with your changes.
+
+    Base rate 5e-5, routing rate 5e-3, both to 3e-5 by a cosine; 20,000 steps of 65,536 tokens.
+    The converted model must start as the base does, or nothing is trained. Interruption, resuming
+    and the run directory are those of `depthroute train`.
+    """
+    chosen = routing_config(method, num_blocks, block_size, init, routing)
+    common = {"seed": seed, "device": device, "parallel": parallel}
+    common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
+
+    def start(request: Any) -> dict[str, Any]:
+        from depthroute.train import launch
+
+        return launch.finetune(
+            request,
+            base,
+            chosen,
+            freeze_base=freeze_base,
+            tolerance=None if allow_drift else tolerance,
+        )
+
+    _run("finetune", start, data, out, resume, _changes(settings, steps), common, as_json)
+
+
+def _assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
+    from depthroute.train.methods import parse_assignment
+
+    return dict(parse_assignment(a, option) for a in assignments or [])
+
+
+def _changes(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
+    return _assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
+
+
+def _run(
+    command: str,
+    start: Callable[[Any], dict[str, Any]],
+    data: str,
+    out: Path | None,
+    resume: str,
+    changes: dict[str, Any],
+    common: dict[str, Any],
+    as_json: bool,
+) -> None:
+    """With progress on stderr, so that stdout holds the result alone."""
+    import transformers
+
+    from depthroute.diagnostics import trace
+    from depthroute.errors import ConfigError, unknown
+    from depthroute.train.fit import Interrupted
+    from depthroute.train.launch import Request
+
+    if resume not in ("never", "auto"):
+        raise unknown("--resume", resume, ("never", "auto"))
+    is_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if out is None and (resume == "auto" or is_many):
+        why = "--resume auto continues" if resume == "auto" else "several processes share"
+        raise ConfigError(f"{why} the run in --out; name it")
+    out = out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+    is_main = os.environ.get("RANK", "0") == "0"
+    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main)
+    with _Watching(notes) as watching:
+        request = Request(
+            data,
+            out,
+            resume=resume == "auto",
+            changes=changes,
+            watch=watching.watch(),
+            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
+            **common,
+        )
+        try:
+            outcome = start(request)
+        except Interrupted as stopped:
+            watching.end()
+            notes.print(f"stopped after step {stopped.step}, saved; resume with:")
+            notes.print(f"  {resume_command(out)}", markup=False)
+            raise typer.Exit(128 + stopped.signal) from None
+    if not is_main:
+        return
+    if as_json:
+        print(json.dumps(outcome, indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    best = outcome["best"]
+    console.print(
+        f"{outcome['steps']} steps, validation loss {outcome['validation_loss']:.4f} nats per "
+        f"token (best {best['loss']:.4f} after step {best['step']})"
+    )
+    console.print(f"model: {outcome['model']}")
+
+
+def resume_command(out: Path) -> str:
+    """The command of this process, made to go on where it was."""
+    words = sys.argv[1:]
+    for option, value in (("--out", str(out)), ("--resume", "auto")):
+        if option in words:
+            words[words.index(option) + 1] = value
+        elif not any(word.startswith(f"{option}=") for word in words):
+            words += [option, value]
+    words = ["--resume=auto" if word.startswith("--resume=") else word for word in words]
+    start = ["depthroute"]
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        processes = os.environ["LOCAL_WORLD_SIZE"]
+        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute.cli"]
+    return shlex.join([*start, *words])
+
+
+class _Watching:
+    """Two bars one after the other: tokens made, steps taken."""
+
+    def __init__(self, console: Console) -> None:
+        from depthroute.train.display import training_bar
+
+        self.console, self.bar = console, training_bar(console)
+        self.task: Any = None
+
+    def __enter__(self) -> _Watching:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        if self.task is not None:  # a bar that never began would end in an empty line
+            self.bar.stop()
+
+    def watch(self) -> Any:
+        from depthroute.train.launch import Watch
+
+        return Watch(self._prepared, self._started, self._stepped, self.console.print)
+
+    def _prepared(self, progress: Any) -> None:
+        if self.task is None:
+            self.bar.start()
+            self.task = self.bar.add_task("tokenising", total=progress.bytes_in_all, status="")
+        status = f"bytes, {progress.documents:,} documents, {progress.tokens:,} tokens"
+        self.bar.update(self.task, completed=progress.bytes_read, status=status)
+
+    def _started(self, first: int, steps: int) -> None:
+        if self.task is not None:
+            self.bar.remove_task(self.task)
+        self.bar.start()
+        self.task = self.bar.add_task("step", total=steps, completed=first, status="")
+
+    def _stepped(self, result: Any, memory: int) -> None:
+        from depthroute.train.display import training_status
+
+        status = training_status(result.loss, result.tokens / result.seconds, memory)
+        self.bar.update(self.task, completed=result.step + 1, status=status)
+        if result.skipped is not None:
+            self.console.print(f"step {result.step} skipped: {result.skipped}", markup=False)

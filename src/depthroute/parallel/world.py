@@ -1,0 +1,108 @@
+"""The processes of a run, as ``torchrun`` starts them; one process is a world of size 1."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed
+
+from depthroute.errors import ConfigError, DepthrouteError
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, value: float) -> float:
+        """Over ranks, in fp64; the same on all of them."""
+        return self._reduced(value, distributed.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        return self._reduced(value, distributed.ReduceOp.MAX)
+
+    def _reduced(self, value: float, op: Any) -> float:
+        if self.size == 1:
+            return value
+        # the tensor lives where the backend can reach it; gloo and NCCL both reduce fp64
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(total, op)
+        return total.item()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
+
+    def first(self, text: str) -> str:
+        """The first rank's text that is not empty."""
+        return next((found for found in self.gather(text) if found), "")
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            distributed.barrier()
+
+    def on_main(self, action: Callable[[], T]) -> T | None:
+        """``action`` on the first rank while the others wait; its failure is everybody's."""
+        result = failure = None
+        if self.is_main:
+            try:
+                result = action()
+            except DepthrouteError as error:
+                failure = error
+        self.raise_together(failure)
+        return result
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """If some rank failed, every rank fails: its own error, or word of the other's."""
+        failures = self.gather(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise ConfigError(f"rank {rank} failed: {failure}")
+
+
+SINGLE = World()
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[World]:
+    """The world of this process: read from torchrun's variables, left at the end.
+
+    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World(device=device)
+        return
+    if device.type == "cuda":
+        local = int(os.environ["LOCAL_RANK"])
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"torchrun started more processes than this machine has CUDA devices "
+                f"({torch.cuda.device_count()}); use --nproc-per-node {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(distributed.get_rank(), size, device)
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,298 @@
+"""A corpus to tokens on disk, once: the result is kept under a hash of text and tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from depthroute.models.saving import replacing
+from depthroute.train import shards
+from depthroute.train.data import HELD_OUT_PERCENT, DataError, TokenData
+from depthroute.train.documents import Corpus
+from depthroute.train.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
+
+BATCH_CHARACTERS = 1 << 18
+"""Of the documents that are tokenised together."""
+PARALLEL_FROM = 1 << 26
+"""Bytes of corpus from which processes pay: starting one takes seconds, as it imports torch."""
+_TRAINED = "train:"
+
+
+@dataclass(frozen=True)
+class Progress:
+    documents: int
+    tokens: int
+    bytes_read: int
+    bytes_in_all: int | None
+
+
+def cache_folder() -> Path:
+    """``DEPTHROUTE_CACHE``, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("DEPTHROUTE_CACHE", f"{base}/depthroute")).expanduser()
+
+
+def choose_vocabulary(name: str, corpus: Corpus, cache: Path) -> Vocabulary:
+    """``bytes``, ``train:SIZE`` (on the training part alone), a folder or a hub id."""
+    if name == "bytes":
+        return as_bytes()
+    if not name.startswith(_TRAINED):
+        return pretrained(name)
+    size = name.removeprefix(_TRAINED)
+    if not size.isdecimal():
+        raise DataError(f"--tokenizer {name!r} must give a size, as in train:4096")
+    key = hashlib.sha256(f"{corpus.fingerprint}|{size}".encode()).hexdigest()[:32]
+    file = cache / "tokenizers" / f"{key}.json"
+    if file.is_file():
+        return trained(file.read_text(), name)
+    texts = (text for text, _ in corpus.read() if not is_held_out(text, HELD_OUT_PERCENT))
+    vocabulary = train(texts, int(size), name)
+    assert vocabulary.definition is not None
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(vocabulary.definition)
+        temporary.replace(file)
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    return vocabulary
+
+
+def _unwritable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write {path}: {error.strerror}; free some space or give another folder with "
+        "--cache"
+    )
+
+
+def document_hash(text: str) -> int:
+    digest = hashlib.sha256(text.encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def is_held_out(text: str, percent: float) -> bool:
+    """By the content alone: copies of a document are on the same side, whatever their order."""
+    return document_hash(text) % 10_000 < percent * 100
+
+
+def prepare(
+    corpus: Corpus,
+    vocabulary: Vocabulary,
+    *,
+    cache: Path | None = None,
+    held_out: float = HELD_OUT_PERCENT,
+    max_tokens: int | None = None,
+    workers: int | None = None,
+    shard_tokens: int = shards.SHARD_TOKENS,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Path:
+    """The folder of the corpus's tokens, made now or found in the cache."""
+    what = [shards.FORMAT, corpus.fingerprint, vocabulary.fingerprint, held_out, max_tokens]
+    key = hashlib.sha256(json.dumps([*what, shard_tokens]).encode()).hexdigest()[:32]
+    folder = (cache or cache_folder()) / "tokens" / key
+    if (folder / "index.json").is_file():
+        return folder
+    if workers is None:
+        is_large = corpus.size is None or corpus.size >= PARALLEL_FROM
+        workers = os.cpu_count() or 1 if is_large else 1
+    try:
+        with replacing(folder) as temporary, contextlib.ExitStack() as opened:
+            writers = {
+                part: shards.PartWriter(
+                    temporary, part, vocabulary.dtype, vocabulary.separator, shard_tokens
+                )
+                for part in ("train", "validation")
+            }
+            for writer in writers.values():
+                opened.callback(writer.finish_shard)
+            documents = _limited(_encoded(corpus, vocabulary, workers), max_tokens)
+            hashes = _write(documents, writers, held_out, corpus, on_progress)
+            if not all(writer.starts for writer in writers.values()):
+                writers = _split_again(temporary, writers, hashes, corpus)
+            index = {
+                "format": shards.FORMAT,
+                "corpus": {"name": corpus.name, "sha256": corpus.fingerprint},
+                "tokenizer": {
+                    "name": vocabulary.name,
+                    "sha256": vocabulary.fingerprint,
+                    "size": vocabulary.size,
+                    "separator": vocabulary.separator,
+                },
+                "dtype": vocabulary.dtype.name,
+                "held_out_percent": held_out,
+                "parts": {part: writer.close() for part, writer in writers.items()},
+            }
+            (temporary / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def open_tokens(
+    folder: Path,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    document_masking: bool = False,
+    verify: bool = True,
+) -> TokenData:
+    """What :func:`prepare` made, as a run reads it: no token is left out."""
+    index = shards.read_index(folder, verify=verify)
+    dtype = np.dtype(index["dtype"])
+    parts: dict[str, Any] = {
+        part: shards.ShardedTokens(folder, entry, dtype) for part, entry in index["parts"].items()
+    }
+    if document_masking:
+        for part, entry in index["parts"].items():
+            parts[f"{part}_documents"] = np.load(folder / entry["starts"]["file"], mmap_mode="r")
+    return TokenData(
+        name=index["corpus"]["name"],
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        keep_tail=True,
+        **parts,
+    )
+
+
+_Encoded = tuple[int, np.ndarray, int]
+"""A document's hash, its tokens and how far its file was read."""
+
+
+def _write(
+    documents: Iterator[_Encoded],
+    writers: dict[str, shards.PartWriter],
+    held_out: float,
+    corpus: Corpus,
+    on_progress: Callable[[Progress], None],
+) -> dict[str, list[int]]:
+    hashes: dict[str, list[int]] = {"train": [], "validation": []}
+    count = tokens = 0
+    for number, document, place in documents:
+        part = "validation" if number % 10_000 < held_out * 100 else "train"
+        writers[part].write(document)
+        hashes[part].append(number)
+        count, tokens = count + 1, tokens + len(document)
+        on_progress(Progress(count, tokens, place, corpus.size))
+    if not count:
+        raise DataError(f"{corpus.name} holds no text")
+    return hashes
+
+
+def _limited(documents: Iterator[_Encoded], max_tokens: int | None) -> Iterator[_Encoded]:
+    """The documents that reach ``max_tokens``, the last of them whole."""
+    seen = 0
+    for document in documents:
+        if max_tokens is not None and seen >= max_tokens:
+            return
+        seen += len(document[1])
+        yield document
+
+
+def _encoded(corpus: Corpus, vocabulary: Vocabulary, workers: int) -> Iterator[_Encoded]:
+    """In the order of the corpus, however many processes share the work."""
+    batches = _batched(corpus.read())
+    if workers == 1:
+        encode = vocabulary.encoder()
+        for texts, places in batches:
+            yield from _joined(_encode(encode, texts), places)
+        return
+    # a fork of this process, which has threads, could hang; the server has none, and imports
+    # torch once for all workers
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    arguments = (vocabulary.definition, vocabulary.dtype.str)
+    with ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
+        waiting: deque[tuple[Future[Any], list[int]]] = deque()
+        for texts, places in batches:
+            waiting.append((pool.submit(_work, texts), places))
+            if len(waiting) > 4 * workers:  # no more text in memory than keeps them busy
+                done, reached = waiting.popleft()
+                yield from _joined(done.result(), reached)
+        for done, reached in waiting:
+            yield from _joined(done.result(), reached)
+
+
+def _batched(located: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], list[int]]]:
+    texts: list[str] = []
+    places: list[int] = []
+    characters = 0
+    for text, place in located:
+        texts.append(text)
+        places.append(place)
+        characters += len(text)
+        if characters >= BATCH_CHARACTERS:
+            yield texts, places
+            texts, places, characters = [], [], 0
+    if texts:
+        yield texts, places
+
+
+def _joined(found: list[tuple[int, np.ndarray]], places: list[int]) -> Iterator[_Encoded]:
+    for (number, tokens), place in zip(found, places, strict=True):
+        if len(tokens):
+            yield number, tokens, place
+
+
+def _encode(encode: Encoder, texts: list[str]) -> list[tuple[int, np.ndarray]]:
+    return list(zip(map(document_hash, texts), encode(texts), strict=True))
+
+
+_worker: list[Encoder] = []
+
+
+def _start_worker(definition: str | None, dtype: str) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker[:] = [Encoder(definition, dtype)]
+
+
+def _work(texts: list[str]) -> list[tuple[int, np.ndarray]]:
+    return _encode(_worker[0], texts)
+
+
+def _split_again(
+    folder: Path,
+    writers: dict[str, shards.PartWriter],
+    hashes: dict[str, list[int]],
+    corpus: Corpus,
+) -> dict[str, shards.PartWriter]:
+    """So few documents that the hash left a side empty: the one with the smallest hash is held
+    out, and of a single document its last part."""
+    documents: list[tuple[int, np.ndarray]] = []
+    for part, writer in writers.items():
+        tokens = shards.ShardedTokens(folder, writer.close(), writer.dtype)
+        ends = [*writer.starts[1:], writer.tokens - 1] if writer.starts else []
+        for number, start, end in zip(hashes[part], writer.starts, ends, strict=True):
+            documents.append((number, tokens[start + 1 : end]))
+    if len(documents) == 1:
+        (_, only) = documents[0]
+        boundary = len(only) - len(only) * HELD_OUT_PERCENT // 100
+        split = {"train": [only[:boundary]], "validation": [only[boundary:]]}
+    else:
+        held = min(range(len(documents)), key=lambda i: documents[i][0])
+        split = {
+            "train": [tokens for i, (_, tokens) in enumerate(documents) if i != held],
+            "validation": [documents[held][1]],
+        }
+    for writer in writers.values():
+        for shard in writer.shards:
+            (folder / shard["file"]).unlink()
+    again = {}
+    for part, found in split.items():
+        old = writers[part]
+        new = shards.PartWriter(folder, part, old.dtype, int(old.separator[0]), old.shard_tokens)
+        for tokens in found:
+            if len(tokens):
+                new.write(tokens)
+        again[part] = new
+    return again

@@ -1,0 +1,172 @@
+"""One rank of a small run, started by test_ranks.py: trains every case and writes what it saw."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+import depthroute as dr
+from depthroute import presets
+from depthroute.errors import DepthrouteError
+from depthroute.parallel.world import SINGLE, joined
+from depthroute.parallel.wrap import wrap
+from depthroute.train.checkpoint import Checkpoints
+from depthroute.train.fit import Fit, Interrupted, export
+from depthroute.train.loop import DivergenceError, Trainer
+from depthroute.train.run_directory import RunDirectory
+from tests.training import SETTINGS, SMALL, words
+
+STEPS = replace(SETTINGS, steps=6, warmup_steps=0, validation_sequences=8)
+CASES = {
+    "one pass": (dr.RoutingConfig("delta"), {}),
+    "two phases": (dr.RoutingConfig("delta", num_blocks=2, evaluation="two_phase"), {}),
+    "attnres": (dr.RoutingConfig("attnres"), {}),
+    "gate": (dr.RoutingConfig("delta", num_blocks=2, init="gate"), {}),
+    "depth attention": (dr.RoutingConfig("depth_attention"), {}),
+    "standard": (dr.RoutingConfig("standard"), {}),
+    "accumulated": (dr.RoutingConfig("delta"), {"accumulation": 2}),
+    "checkpointed": (dr.RoutingConfig("delta"), {"gradient_checkpointing": True}),
+    "bf16": (dr.RoutingConfig("delta"), {"precision": "bf16"}),
+}
+
+
+def build(routing):
+    torch.manual_seed(0)
+    return presets.build(SMALL, routing)
+
+
+def trainer(routing, changes, world, mode):
+    settings = replace(STEPS, **changes)
+    return Trainer(wrap(build(routing), world, mode, precision=settings.precision), settings, world)
+
+
+def curve(routing, changes, world=SINGLE, mode="ddp"):
+    one = trainer(routing, changes, world, mode)
+    results = list(one.run(words(), 0))
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.gradient_norm for r in results],
+        "tokens": [r.tokens for r in results],
+        "validation": one.validate(words().validation_batches(8)),
+    }
+
+
+def frozen(world, mode):
+    model = build(dr.RoutingConfig("delta"))
+    model.freeze_base()
+    one = Trainer(wrap(model, world, mode), STEPS, world)
+    return {"losses": [r.loss for r in one.run(words(), 0)]}
+
+
+def interrupted(world, mode, folder):
+    """Stopped on one rank, resumed, exported; against the same run never stopped."""
+    routing = dr.RoutingConfig("delta")
+
+    def fit(name, on_step=lambda result: None):
+        path = folder / name
+        if world.is_main and not path.exists():
+            RunDirectory.create(path)
+        world.barrier()
+        return Fit(trainer(routing, {}, world, mode), words(), RunDirectory(path), on_step=on_step)
+
+    def stop(result):
+        if result.step == 2 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    straight = fit("straight")
+    straight()
+    try:
+        fit("cut", stop)()
+        stopped = None
+    except Interrupted as error:
+        stopped = [error.signal, error.step]
+    again = fit("cut")
+    resumed = again.resume()
+    again()
+    export(again.trainer, folder / "model")
+    world.barrier()
+    inputs = words().batch(0, 0).inputs
+    with torch.no_grad():
+        expected = again.trainer.model.eval()(inputs).logits
+        logits = dr.from_pretrained(folder / "model").eval()(inputs).logits
+    read = {n: f.run.records() for n, f in (("straight", straight), ("cut", again))}
+    return {
+        "stopped": stopped,
+        "resumed": resumed,
+        "curves": {
+            name: [r["loss"] for r in records if r["event"] == "step"]
+            for name, records in read.items()
+        },
+        "exported_difference": (logits - expected).abs().max().item(),
+        "exported_tensors": sorted(load_file(folder / "model" / "model.safetensors")),
+        "checkpoint": sorted(p.name for p in again.checkpoints.path(6).iterdir()),
+    }
+
+
+def diverged(world, mode):
+    """Non-finite numbers on one rank alone stop every rank, at the same step."""
+    one = trainer(dr.RoutingConfig("delta"), {}, world, mode)
+    if world.rank == 1:
+        weight = one.inner.model.layers[1].mlp.down_proj.weight
+        with torch.no_grad():
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            local.view(-1)[0] = float("nan")
+    try:
+        one.take_step(words().batch(0, 0, world.rank, world.size))
+    except DivergenceError as error:
+        return {"step": error.step, "site": error.site}
+    return None
+
+
+def full_disk(world, mode, folder):
+    """No file may grow past 2 kB, as on a full disk: every rank is told, and goes back."""
+    one = trainer(dr.RoutingConfig("delta"), {}, world, mode)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints.save(one, {})
+    one.take_step(words().batch(0, 0, world.rank, world.size))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        checkpoints.save(one, {})
+        message = None
+    except DepthrouteError as error:
+        message = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpoints.load(one, 0)
+    return {"message": message, "kept": checkpoints.steps(), "completed": one.completed}
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")) as world:
+        found = {"alone": {}, "ddp": {}, "fsdp": {}}
+        try:
+            for name, (routing, changes) in CASES.items():
+                if world.is_main:
+                    found["alone"][name] = curve(routing, changes)
+                for mode in ("ddp", "fsdp"):
+                    found[mode][name] = curve(routing, changes, world, mode)
+            if world.is_main:
+                found["alone"]["frozen"] = frozen(SINGLE, "ddp")
+            for mode in ("ddp", "fsdp"):
+                found[mode]["frozen"] = frozen(world, mode)
+                found[mode]["interrupted"] = interrupted(world, mode, folder / mode)
+                found[mode]["full disk"] = full_disk(world, mode, folder / mode)
+                found[mode]["diverged"] = diverged(world, mode)
+        except Exception:
+            found["error"] = traceback.format_exc()
+            (folder / f"rank_{world.rank}.json").write_text(json.dumps(found))
+            raise
+        (folder / f"rank_{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,206 @@
+"""`train` and `finetune` as a user meets them, interruptions included."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from tests.support import llama_config
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import depthroute as dr
+from depthroute import cli
+from depthroute.train.documents import open_corpus
+from depthroute.train.run_directory import RunDirectory
+from depthroute.train.tokenise import choose_vocabulary
+
+SMALL = ["--model", "num_hidden_layers=2", "--model", "hidden_size=16"]
+SMALL += ["--set", "batch_size=4", "--set", "sequence_length=16", "--set", "validation_sequences=8"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEPTHROUTE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+@pytest.fixture
+def depthroute(capsys, monkeypatch):
+    """The entry point in this process: exit status, stdout and stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["depthroute", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return ended.value.code or 0, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    lines = [f"The depth of model {i} is what it reads, and it reads {i * 7}." for i in range(200)]
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    return str(path)
+
+
+def losses(path):
+    return [r["loss"] for r in RunDirectory(path).records() if r["event"] == "step"]
+
+
+def test_train_leaves_a_run_directory_whose_model_loads(depthroute, tmp_path, texts):
+    out = tmp_path / "run"
+    arguments = ["--data", texts, *SMALL, "--steps", 12, "--tokenizer", "train:300", "--out", out]
+    arguments += ["--method", "delta", "--num-blocks", 2, "--set", "document_masking=true"]
+    status, printed, err = depthroute("train", *arguments, "--json")
+    assert status == 0, err
+    outcome = json.loads(printed)
+    assert outcome["steps"] == 12 and outcome["validation_loss"] > 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["kind"] == "train" and config["methods"] == {
+        "delta:num_blocks=2": {"method": "delta", "num_blocks": 2}
+    }
+    assert config["preset"]["model"]["vocab_size"] == config["data"]["tokenizer"]["size"] == 300
+    assert config["train"]["validate_every"] == 1
+    assert len(losses(out)) == 12
+    records = list(RunDirectory(out).records())
+    (routing,) = [r for r in records if r["event"] == "routing"]
+    assert 0 <= routing["mean_normalised_max"] <= 1
+    assert {(r["method"], r["seed"]) for r in records} == {("delta:num_blocks=2", 0)}
+    assert (out / "checkpoints" / "best" / "state.json").is_file()
+    model = dr.from_pretrained(out / "model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    ids = tokenizer("The depth", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, pad_token_id=0).shape[1] == ids.shape[1] + 3
+    status, _, err = depthroute("train", *arguments)
+    assert status == 2 and "already holds a run" in err
+    status, _, err = depthroute("train", *arguments, "--resume", "auto", "--set", "lr=0.5")
+    assert status == 2
+    assert err == (
+        f"error: {out} was started with train.lr 0.006 and now has 0.5; resume with the same, or "
+        "start a new run with another --out\n"
+    )
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "depthroute.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
+    )
+
+
+def wait_for_steps(process, out, steps):
+    metrics = out / "metrics.jsonl"
+    for _ in range(1200):
+        if metrics.exists() and metrics.read_text().count('"step"') > steps:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    pytest.fail("no steps were taken")
+
+
+def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
+    """kill -9 at whatever moment it comes, and SIGTERM once more on the way."""
+    arguments = ["--data", texts, *SMALL, "--steps", 500, "--set", "save_every=7"]
+    arguments += ["--set", "validate_every=50"]
+    cut = [*arguments, "--out", tmp_path / "cut", "--resume", "auto"]
+    process = start("train", *cut)
+    wait_for_steps(process, tmp_path / "cut", 20)
+    time.sleep(random.random() / 10)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    process = start("train", *cut)
+    wait_for_steps(process, tmp_path / "cut", 60)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert "saved; resume with:\n  depthroute train --data" in err
+    status, _, err = depthroute("train", *cut)
+    assert status == 0, err
+    status, _, err = depthroute("train", *arguments, "--out", tmp_path / "straight")
+    assert status == 0, err
+    assert len(losses(tmp_path / "cut")) == 500
+    assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
+
+
+@pytest.fixture
+def base(tmp_path, texts):
+    """A plain checkpoint with a tokenizer, as it comes from a hub."""
+    folder = tmp_path / "base"
+    LlamaForCausalLM(llama_config(vocab_size=300)).save_pretrained(folder)
+    choose_vocabulary("train:300", open_corpus(texts), tmp_path).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_finetune_converts_and_trains_with_the_published_rates(
+    depthroute, tmp_path, texts, base, freeze
+):
+    out = tmp_path / "run"
+    arguments = ["--base", base, "--method", "delta", "--num-blocks", 3, "--data", texts]
+    arguments += ["--steps", 6, "--set", "batch_size=4", "--set", "sequence_length=16"]
+    status, printed, err = depthroute(
+        "finetune", *arguments, "--out", out, *(["--freeze-base"] if freeze else [])
+    )
+    assert status == 0, err
+    assert "6 steps, validation loss" in printed and f"model: {out / 'model'}" in printed
+    train = json.loads((out / "config.json").read_text())["train"]
+    rates = {name: train[name] for name in ("lr", "routing_lr", "min_lr", "routing_min_lr")}
+    assert rates == {"lr": 5e-5, "routing_lr": 5e-3, "min_lr": 3e-5, "routing_min_lr": 3e-5}
+    trained = dr.from_pretrained(out / "model")
+    plain = LlamaForCausalLM.from_pretrained(base)
+    assert any(site.query.abs().max() > 1e-4 for site in trained.sites.values())
+    is_same = [torch.equal(p, trained.get_parameter(name)) for name, p in plain.named_parameters()]
+    assert all(is_same) if freeze else not any(is_same)
+    assert AutoTokenizer.from_pretrained(out / "model")("The depth").input_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--data", "nowhere.txt"], "nowhere.txt does not exist; --data takes text"),
+        (["train", "--data", "X", "--resume", "yes"], "unknown --resume 'yes'"),
+        (["train", "--data", "X", "--resume", "auto"], "continues the run in --out; name it"),
+        (["train", "--data", "X", "--num-blocks", "4"], "add --method"),
+        (["train", "--data", "X", "--preset", "tinny"], "did you mean 'tiny'"),
+        (["train", "--data", "X", "--preset", "delta-220m"], "needs a tokenizer: give --tokenizer"),
+        (["train", "--data", "X", "--set", "speed=3"], "unknown training setting 'speed'"),
+        (["train", "--data", "X", "--parallel", "tp"], "--parallel 'tp' is none of ddp, fsdp"),
+        (["train", "--data", "X", "--held-out", "0"], "--held-out 0.0 must be between 0 and 100"),
+        (["train", "--data", "X", "--set", "sequence_length=4096"], "the train part has"),
+        (["train", "--data", "X", "--wandb", "p"], "--wandb needs wandb; install it with"),
+        (["train", "--data", "X", "--tensorboard"], "--tensorboard needs tensorboard; install"),
+        (
+            ["finetune", "--data", "X", "--base", "."],
+            "cannot load a tokenizer from '.'",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(depthroute, texts, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for module in ("wandb", "tensorboard"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    status, _, err = depthroute(*[texts if a == "X" else a for a in arguments])
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert status == 2
+    assert len(lines) == 1 and message in lines[0], err
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_help_has_an_example(depthroute, command):
+    status, out, _ = depthroute(command, "--help")
+    assert status == 0
+    assert f"Example: depthroute {command}" in " ".join(out.split())

@@ -1,0 +1,251 @@
+"""A run that is cut anywhere goes on as if it had not been."""
+
+import json
+import os
+import resource
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training import SETTINGS, build, words
+
+import depthroute as dr
+from depthroute.errors import CheckpointError
+from depthroute.train.checkpoint import Checkpoints
+from depthroute.train.fit import Fit, Interrupted, export
+from depthroute.train.interrupt import stop_signals
+from depthroute.train.loop import DivergenceError, Trainer
+from depthroute.train.run_directory import RunDirectory, RunError
+
+LONG = replace(SETTINGS, steps=20, validation_sequences=4)
+
+
+def fit(path, settings=LONG, method="delta", **options):
+    run = RunDirectory.reopen(path) if path.exists() else RunDirectory.create(path)
+    return Fit(Trainer(build(method), settings), words(), run, label=method, **options)
+
+
+def stop_after(steps, number=signal.SIGTERM):
+    def on_step(result):
+        if result.step == steps - 1:
+            os.kill(os.getpid(), number)
+
+    return on_step
+
+
+def losses(run):
+    return [r["loss"] for r in run.records() if r["event"] == "step"]
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", ["delta", "depth_attention", "standard"])
+def test_twenty_steps_equal_ten_and_ten_more_bit_for_bit(tmp_path, method):
+    straight = fit(tmp_path / "straight", method=method)
+    straight()
+    with pytest.raises(Interrupted, match="after step 10"):
+        fit(tmp_path / "cut", method=method, on_step=stop_after(10))()
+    torch.manual_seed(99)  # what is drawn in between must not matter
+    again = fit(tmp_path / "cut", method=method)
+    assert again.resume() == 10
+    outcome = again()
+    assert losses(again.run) == losses(straight.run)
+    assert outcome["validation_loss"] == straight.last_validation
+    expected = parameters(straight.trainer)
+    assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
+    torch.manual_seed(5)
+    torch.rand(3)
+    checkpoints.save(trainer, {})
+    expected = torch.rand(4)
+    torch.manual_seed(6)
+    checkpoints.load(trainer, 0)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "2"), (signal.SIGTERM, "15")])
+def test_a_signal_saves_the_step_it_came_in(tmp_path, number, name):
+    before = signal.getsignal(number)
+    run = fit(tmp_path / "run", on_step=stop_after(3, number))
+    with pytest.raises(Interrupted, match=f"signal {name} after step 3"):
+        run()
+    assert run.checkpoints.steps() == [3]
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not():
+    with stop_signals(is_alone=False) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGINT
+    with stop_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.signal == signal.SIGINT
+
+
+def test_state_names_format_step_data_position_and_random_state(tmp_path):
+    run = fit(tmp_path / "run", replace(LONG, save_every=5, keep_last=9))
+    run()
+    assert run.checkpoints.steps() == [5, 10, 15, 20]
+    state = json.loads((run.checkpoints.path(10) / "state.json").read_text())
+    assert (state["format"], state["step"], state["seed"]) == (1, 10, 0)
+    assert state["data_position"] == {"epoch": 0, "sequence": 40}
+    assert len(state["random"]) == 1
+    assert run.data.position(100) == {"epoch": 1, "sequence": 400 - run.data.num_sequences}
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    checkpoints, trainer = Checkpoints(tmp_path, keep_last=2), Trainer(build(), LONG)
+    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, None]):
+        trainer.completed = step
+        checkpoints.save(trainer, {}, loss)
+    assert checkpoints.steps() == [1, 3, 4]
+    assert (tmp_path / "best").resolve().name == "step_00000001"
+    again = Checkpoints(tmp_path)
+    again.load(trainer, 4)
+    assert again.best == {"step": 1, "loss": 1.0}
+
+
+def test_a_half_written_checkpoint_is_never_resumed_from(tmp_path):
+    """As kill -9 in the middle of a save leaves it."""
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
+    checkpoints.save(trainer, {})
+    half = tmp_path / ".saving_step_00000007"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert checkpoints.steps() == [0]
+    trainer.completed = 1
+    checkpoints.save(trainer, {})
+    assert not half.exists()
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path):
+    """Nothing may be without a good checkpoint, not even between two renames."""
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
+    path = checkpoints.save(trainer, {})
+    before = (path / "state.json").stat().st_mtime_ns
+    assert checkpoints.save(trainer, {}) == path
+    assert (path / "state.json").stat().st_mtime_ns == before
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow past the limit: what a full disk does, without filling one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_clear_error_and_keeps_the_last_good_checkpoint(tmp_path, small_files):
+    checkpoints, trainer = Checkpoints(tmp_path / "c"), Trainer(build(), LONG)
+    checkpoints.save(trainer, {})
+    trainer.take_step(words().batch(0, 0))
+    expected = parameters(trainer)
+    small_files(10_000)
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*00001: .*too large.*last good.*0000"
+    ):
+        checkpoints.save(trainer, {})
+    small_files(resource.RLIM_INFINITY)
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step_00000000"]
+    checkpoints.load(trainer, 0)
+    assert trainer.completed == 0
+    assert any(not torch.equal(p, expected[n]) for n, p in parameters(trainer).items())
+
+
+def test_an_unwritable_folder_is_one_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write .*Not a directory; none is kept yet"):
+        Checkpoints(tmp_path / "file" / "checkpoints").save(Trainer(build(), LONG), {})
+
+
+def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
+    checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
+    path = checkpoints.save(trainer, {})
+    with pytest.raises(CheckpointError, match=r"cannot resume .* of another model"):
+        checkpoints.load(Trainer(build("standard"), LONG), 0)
+    (path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"cannot resume from .*step_00000000"):
+        checkpoints.load(trainer, 0)
+    (path / "state.json").write_text('{"format": 7, "depthroute": "9.0"}')
+    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1.*9\.0"):
+        checkpoints.load(trainer, 0)
+
+
+def test_a_run_is_not_resumed_on_other_data_or_another_seed(tmp_path):
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "run", on_step=stop_after(2))()
+    with pytest.raises(CheckpointError, match="was run with seed 0 and now has 1"):
+        fit(tmp_path / "run", seed=1).resume()
+
+
+def test_records_that_were_done_again_count_once(tmp_path):
+    """Killed after step 7 with a checkpoint of step 5: 5 and 6 are taken twice."""
+    run = fit(tmp_path / "run", replace(LONG, save_every=5))
+    for step in range(7):
+        run._step([], type("Never", (), {"signal": 0}))
+        assert run.trainer.completed == step + 1
+    with run.run.metrics.open("a") as handle:
+        handle.write('{"event": "st')
+    again = fit(tmp_path / "run", replace(LONG, save_every=5))
+    assert again.resume() == 5
+    again()
+    steps = [r["step"] for r in again.run.records() if r["event"] == "step"]
+    assert steps == list(range(20))
+
+
+def test_a_run_that_is_not_there_cannot_be_reopened(tmp_path):
+    with pytest.raises(RunError, match=r"cannot resume .*nowhere: No such file"):
+        RunDirectory.reopen(tmp_path / "nowhere")
+
+
+def test_a_run_that_diverges_leaves_its_last_good_parameters(tmp_path):
+    def spoil(result):
+        if result.step == 3:
+            with torch.no_grad():
+                run.trainer.model.model.norm.weight[0] = float("nan")
+
+    run = fit(tmp_path / "run", on_step=spoil)
+    with pytest.raises(DivergenceError, match=r"step 4 .*, first in parameter model.norm.weight"):
+        run()
+    (record,) = [r for r in run.run.records() if r["event"] == "diverged"]
+    assert record["step"] == 4
+    assert run.checkpoints.steps() == [4]
+
+
+def test_the_exported_model_is_the_trained_one(tmp_path):
+    run = fit(tmp_path / "run")
+    run()
+    export(run.trainer, tmp_path / "model")
+    loaded = dr.from_pretrained(tmp_path / "model")
+    inputs = words().batch(0, 0).inputs
+    expected = run.trainer.model.eval()(inputs).logits
+    assert torch.equal(loaded.eval()(inputs).logits, expected)
+
+
+def test_a_skipped_step_is_recorded_with_its_reason_and_is_on_no_curve(tmp_path):
+    name = "model.norm.weight"
+
+    def spoil(result):
+        parameter = run.trainer.model.get_parameter(name)
+        with torch.no_grad():
+            parameter[0] = float("nan") if result.step == 3 else 1.0
+
+    run = fit(tmp_path / "run", replace(LONG, on_bad_step="skip"), on_step=spoil)
+    run()
+    (record,) = [r for r in run.run.records() if r["event"] == "skipped"]
+    assert record["step"] == 4 and f"first in parameter {name}" in record["reason"]
+    assert len(losses(run.run)) == 19
+    assert "NaN" not in run.run.metrics.read_text()
