@@ -95,6 +95,23 @@ def test_greedy_generation_is_the_same_through_every_cache(name, cache):
     assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
 
 
+@pytest.mark.parametrize("name", ["delta block", "attnres two-phase", "depth attention"])
+@torch.no_grad()
+def test_a_compiled_step_with_a_static_cache_decodes_the_same(name):
+    """One graph for every token, captured whole."""
+    model, ids = routed_model(name, layers=3), tokens(length=14)
+    full = model(ids).logits
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :8], past_key_values=cache, use_cache=True)
+    torch._dynamo.reset()
+    step = torch.compile(model, fullgraph=True, backend="eager")
+    for t in range(8, 14):
+        position = torch.tensor([[t]])
+        token = ids[:, t : t + 1]
+        out = step(token, past_key_values=cache, position_ids=position, use_cache=True)
+        assert (out.logits[:, 0] - full[:, t]).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_depth_attention_keeps_the_vanilla_cache(family, kv_heads):

@@ -117,6 +117,37 @@ def convert(
     console.print(f"written: {result.path}")
 
 
+@app.command(epilog="Example: `depthroute identity --base ./SmolLM2-135M --routed ./smol-delta`")
+def identity(
+    base: Base,
+    routed: Annotated[str, typer.Option(help="Folder of the routed model or adapter.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Text to measure on; left out, a sentence.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
+    as_json: AsJson = False,
+) -> None:
+    """How far a routed model's logits are from its base's, in fp32."""
+    from depthroute.models.command import compare_checkpoints
+
+    report = compare_checkpoints(
+        base, routed, text=PROBE if text is None else read_text(text), num_tokens=tokens
+    )
+    print(json.dumps(asdict(report), indent=2) if as_json else str(report))
+
+
+@app.command(epilog="Example: `depthroute revert ./smol-delta --out ./smol-plain`")
+def revert(
+    model: Annotated[str, typer.Argument(help="Folder of a routed model.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+) -> None:
+    """Write the plain model back; if its weights were not trained, bit for bit the original."""
+    from depthroute.models.command import revert_checkpoint
+
+    revert_checkpoint(model, out)
+    Console(highlight=False, soft_wrap=True).print(f"written: {out}")
+
+
 def read_text(path: Path, option: str = "--text") -> str:
     from depthroute.errors import DepthrouteError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ from depthroute.models.convert import (
     convert,
     from_pretrained,
     identity_report,
+    revert,
 )
+
+logger = logging.getLogger("depthroute")
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,31 @@ def convert_checkpoint(
         num_routing_parameters=sum(p.numel() for p in routed.routing_parameters()),
         num_sites=len(routed.sites),
     )
+
+
+def compare_checkpoints(base: str, routed: str, *, text: str, num_tokens: int) -> IdentityReport:
+    """The identity report of two checkpoints on disk."""
+    plain = load_plain(base, dtype=torch.float32)
+    other = load_model(routed, dtype=torch.float32)
+    if plain.config.vocab_size != other.config.vocab_size:
+        raise CheckpointError(
+            f"{base!r} has a vocabulary of {plain.config.vocab_size} and {routed!r} one of "
+            f"{other.config.vocab_size}; give a model and the routed model made from it"
+        )
+    tokenizer = load_tokenizer(base)
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
+    return identity_report(plain, other, ids)
+
+
+def revert_checkpoint(model: str, out: Path) -> None:
+    """The plain model of a routed checkpoint, with its tokenizer where there is one."""
+    plain = revert(from_pretrained(model, dtype="auto"))
+    with saving.replacing(out) as folder:
+        plain.save_pretrained(folder)
+        try:
+            load_tokenizer(tokenizer_source(model)).save_pretrained(folder)
+        except CheckpointError:
+            logger.info("%s has no tokenizer; the plain model is written without one", model)
 
 
 def _measured_in_fp32(plain: Any, routed: Any, ids: torch.Tensor) -> IdentityReport:

@@ -104,5 +104,6 @@ def joined(device: torch.device) -> Iterator[World]:
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield World(distributed.get_rank(), size, device)
+        distributed.barrier()  # leave together, or the first to go can abort the others' threads
     finally:
         distributed.destroy_process_group()
