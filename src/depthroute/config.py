@@ -14,6 +14,7 @@ ROUTINGS = ("additive", "replacement")
 INITS = ("complete", "centered", "gate", "paper", "reference")
 HEAD_NORMS = ("full", "slice")
 EVALUATIONS = ("auto", "one_pass", "two_phase")
+KEY_NORMS = ("model", "after_rope")
 
 ROUTED_METHODS = ("attnres", "delta")
 
@@ -42,6 +43,8 @@ class RoutingConfig:
     """depth_attention only: layers 0, stride, 2*stride, ... are the anchors. Default L/2."""
     recent_window: int = 0
     """depth_attention only: this many layers just below are sources too."""
+    key_norm: str = "model"
+    """depth_attention only: ``after_rope`` normalises keys after RoPE, as released code does."""
     loops: int = 1
     """The layer stack is run this many times with the same weights."""
     eps: float | None = None
@@ -57,6 +60,7 @@ class RoutingConfig:
                 _one_of(name, getattr(self, name), allowed)
         _one_of("head_norm", self.head_norm, HEAD_NORMS)
         _one_of("evaluation", self.evaluation, EVALUATIONS)
+        _one_of("key_norm", self.key_norm, KEY_NORMS)
         for name in ("block_size", "num_blocks", "heads", "stride", "loops", "group_size"):
             value = getattr(self, name)
             if value is None and name not in ("heads", "loops"):
@@ -80,6 +84,7 @@ class RoutingConfig:
         only_for = {
             "stride": ("depth_attention",),
             "recent_window": ("depth_attention",),
+            "key_norm": ("depth_attention",),
             "learned": ("x0_skip",),
             **dict.fromkeys(
                 [

@@ -36,6 +36,7 @@ class Plan:
     learned: bool
     stride: int
     recent_window: int
+    key_norm: str
     loops: int
     group_size: int | None
     """Sublayers per two-phase group; None reads in one pass."""
@@ -294,6 +295,7 @@ class Plan:
             learned=config.learned or (method == "x0_skip" and init == "gate"),
             stride=stride,
             recent_window=config.recent_window,
+            key_norm=config.key_norm,
             loops=config.loops,
             group_size=None,
             reason="",

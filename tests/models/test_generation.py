@@ -163,6 +163,33 @@ def test_depth_attention_follows_its_definition_layer_by_layer():
     assert (model(ids).logits - expected).abs().max() < TOLERANCE
 
 
+@torch.no_grad()
+def test_keys_can_be_normalised_after_rope_as_in_the_released_code():
+    plain = plain_model("qwen3")
+    routing = dr.RoutingConfig("depth_attention", init="paper", key_norm="after_rope")
+    routed = dr.convert(plain, routing)
+    assert routed.state_dict().keys() == plain.state_dict().keys()
+    ids = tokens()
+    ordinary = dr.convert(plain, dr.RoutingConfig("depth_attention", init="paper"))
+    assert not torch.allclose(routed(ids).logits, ordinary(ids).logits, atol=1e-2)
+    pieces = in_pieces(routed, ids, [9, 1, 1, 6], DynamicCache(config=routed.config))
+    assert (pieces - routed(ids).logits).abs().max() < TOLERANCE
+    # what the cache holds at layer 0: the key projected, rotated and only then normalised
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    layer, h = plain.model.layers[0], plain.model.embed_tokens(ids)
+    attention = layer.self_attn
+    cos, sin = plain.model.rotary_emb(h, torch.arange(ids.shape[1])[None])
+    k = attention.k_proj(layer.input_layernorm(h)).unflatten(-1, (-1, attention.head_dim))
+    k = k.transpose(1, 2)
+    expected = attention.k_norm(apply_rotary_pos_emb(k, k, cos, sin)[1])
+    found = routed(ids, use_cache=True).past_key_values.layers[0].keys
+    assert (found - expected).abs().max() < TOLERANCE
+    assert torch.equal(dr.revert(routed)(ids).logits, plain(ids).logits)
+    with pytest.raises(dr.ConfigError, match=r"key_norm='after_rope'.*llama has none"):
+        dr.convert(plain_model(), routing)
+
+
 def test_depth_attention_that_reads_only_itself_is_vanilla():
     plain = plain_model()
     routed = dr.convert(plain, dr.RoutingConfig("depth_attention", init="gate"))

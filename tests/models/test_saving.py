@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -83,6 +85,23 @@ def test_models_survive_pickle():
     model = routed_model("delta block")
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+def test_pickled_models_load_in_another_process(tmp_path):
+    """The classes are made at run time, so the other process must find them by name."""
+    torch.save(routed_model("depth attention", "qwen3"), tmp_path / "model.pt")
+    script = (
+        "import sys, torch, depthroute\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(type(model).__name__, type(model.model.layers[0]).__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["RoutedQwen3ForCausalLM", "RoutedQwen3DecoderLayer"], done.stderr
 
 
 def test_hidden_states_are_the_residual_states():

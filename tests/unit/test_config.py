@@ -24,6 +24,7 @@ CHANGED = {
     "learned": {"method": "x0_skip", "learned": True},
     "stride": {"method": "depth_attention", "stride": 3},
     "recent_window": {"method": "depth_attention", "recent_window": 2},
+    "key_norm": {"method": "depth_attention", "key_norm": "after_rope"},
     "loops": {"loops": 2},
     "eps": {"eps": 1e-5},
     "evaluation": {"evaluation": "two_phase"},

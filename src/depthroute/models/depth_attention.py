@@ -106,6 +106,9 @@ def depth_attention_forward(
 ):
     """The attention function: mix over depth, store, attend over time."""
     layer = cast(int, module.layer_idx)
+    late = getattr(module, "k_norm", None)
+    if isinstance(late, LateNorm):
+        key = late.late(key)
     if is_latent(module):
         assert depth.cache.pending is not None
         latent, rotary = depth.cache.pending
@@ -122,6 +125,16 @@ def depth_attention_forward(
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
     output, weights = attend(module, query, keys, values, attention_mask, **kwargs)
     return output, DepthRecord(weights, key, mixed)
+
+
+class LateNorm(nn.Module):
+    """Mixed into a key norm that is to act after RoPE: where the model calls it, it passes."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def late(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states)
 
 
 def is_latent(attention: nn.Module) -> bool:

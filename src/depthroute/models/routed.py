@@ -20,12 +20,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import transformers
 from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.models import depth_attention
-from depthroute.models.architecture import Architecture, Sublayer, architecture_for
+from depthroute.models.architecture import (
+    ARCHITECTURES,
+    Architecture,
+    Sublayer,
+    architecture_for,
+)
 from depthroute.nn import DepthMemory, ResidualStream, Site, Sites
 from depthroute.plan import Plan
 
@@ -270,9 +276,21 @@ def install(model: Any, plan: Plan) -> None:
                 "attention; use method='attnres' or 'delta'"
             )
         depth_attention.enable(attentions, config)
+        if plan.key_norm == "after_rope":
+            _delay_key_norms(attentions, spec)
     for part in (model, decoder):
         names = set(part._no_split_modules or ())
         part._no_split_modules = names | {type(layer).__name__ for layer in layers}
+
+
+def _delay_key_norms(attentions: list[Any], spec: Architecture) -> None:
+    for attention in attentions:
+        if not hasattr(attention, "k_norm"):
+            raise ConfigError(
+                f"routing.key_norm='after_rope' moves a key norm, and {spec.model_type} has none; "
+                "leave it out, or use a family with QK-norm such as qwen3"
+            )
+        attention.k_norm.__class__ = routed_class(type(attention.k_norm), depth_attention.LateNorm)
 
 
 def uninstall(model: Any) -> None:
@@ -290,6 +308,9 @@ def uninstall(model: Any) -> None:
         attention = getattr(layer, spec.attention.module)
         if hasattr(attention, "config"):
             attention.config = model.config
+        key_norm = getattr(attention, "k_norm", None)
+        if isinstance(key_norm, depth_attention.LateNorm):
+            key_norm.__class__ = type(key_norm).__mro__[2]
         for name in ("architecture", "is_parallel", "decoder_config", "routing"):
             delattr(layer, name)
     del decoder.routing
@@ -298,9 +319,6 @@ def uninstall(model: Any) -> None:
         part._no_split_modules = set(part._no_split_modules or ()) - routed
     for part in (decoder, norm, *layers):
         part.__class__ = type(part).__mro__[2]
-
-
-_MIXINS = {mixin.__name__: mixin for mixin in (RoutedLayer, RoutedNorm, RoutedDecoder)}
 
 
 @cache
@@ -312,7 +330,8 @@ def routed_class(base: type, mixin: type) -> type:
         body["argument_names"] = tuple(n for n in names[2:] if n not in ("args", "kwargs"))
     if mixin is RoutedDecoder:
         body["forward"] = _signed(RoutedDecoder.forward, base.forward)
-    cls = type(f"Routed{base.__name__}", (mixin, base), body)
+    prefix = "Late" if mixin is depth_attention.LateNorm else "Routed"
+    cls = type(f"{prefix}{base.__name__}", (mixin, base), body)
     setattr(sys.modules[__name__], cls.__name__, cls)
     if mixin is RoutedDecoder:
         _record_like(cls, base)
@@ -333,3 +352,26 @@ def _record_like(cls: type, base: Any) -> None:
     from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
     _CAN_RECORD_REGISTRY[str(cls)] = base._can_record_outputs
+
+
+def __getattr__(name: str) -> Any:
+    """Classes are made when first needed; unpickling in a new process needs them by name."""
+    for prefix in ("Routed", "Late"):
+        base = _family_class(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if base is None:
+            continue
+        if prefix == "Late":
+            return routed_class(base, depth_attention.LateNorm)
+        if issubclass(base, transformers.PreTrainedModel):
+            return routed_class(base, RoutedDecoder)
+        return routed_class(base, RoutedNorm if "Norm" in base.__name__ else RoutedLayer)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _family_class(name: str) -> Any:
+    """A class of some family's modelling file, or torch's own norms."""
+    for architecture in ARCHITECTURES.values():
+        family = sys.modules[getattr(transformers, architecture.causal_lm).__module__]
+        if isinstance(getattr(family, name, None), type):
+            return getattr(family, name)
+    return getattr(nn, name, None)
