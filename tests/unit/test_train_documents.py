@@ -87,10 +87,11 @@ def test_a_fingerprint_follows_the_content_and_not_the_place(tmp_path):
         ("a.jsonl", b'{"text": "x"}\n{"text', r"a\.jsonl, line 2 is not JSON"),
         ("a.jsonl", b'{"body": "x"}\n', r"line 1 has no 'text'; it has body\. .*--text-field"),
         ("a.jsonl", b'{"text": 3}\n', r"line 1: 'text' holds int, not text"),
-        ("a.jsonl.gz", gzip.compress(rows())[:-9], r"cannot read .*damaged"),
+        ("a.jsonl.gz", gzip.compress(rows(), mtime=0)[:-9], r"cannot read .*damaged"),
         ("a.jsonl.gz", b"plain", r"cannot read .*damaged"),
         ("a.txt.xz", b"plain", r"cannot read .*damaged"),
     ],
+    ids=["not JSON", "no text", "not a string", "cut short", "not gzip", "not xz"],
 )
 def test_a_bad_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
