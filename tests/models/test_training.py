@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import depthroute as dr
 from tests.support import METHODS, disturb_routing, llama_config, routed_model, tokens
@@ -54,6 +55,22 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentra
     for key, gradient in gradients.items():
         scale = gradient.abs().max().clamp_min(1e-6)
         assert (recomputed[key] - gradient).abs().max() / scale < 1e-4, key
+
+
+@pytest.mark.parametrize("name", ["delta block", "depth attention"])
+def test_a_checkpointed_layer_never_writes_to_a_cache_twice(name):
+    """The recomputation in backward would append every key again, so the cache stays empty."""
+    model, ids = routed_model(name).train(), tokens()
+    loss, gradients = loss_and_gradients(model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.zero_grad(set_to_none=True)
+    cache = DynamicCache(config=model.config)
+    again = model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
+    again.backward()
+    assert torch.equal(again, loss)
+    assert cache.get_seq_length() == 0
+    for key, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, gradients[key], rtol=1e-4, atol=1e-7), key
 
 
 def test_gradient_checkpointing_really_saves_less():
