@@ -3,8 +3,8 @@
     python examples/finetune_real.py --base ./SmolLM2-135M-Instruct \
         --train train-00.jsonl.xz --validation validation.jsonl.xz --out finetune.json
 
-Every method starts from the same weights and sees the same batches. Midway each model is saved,
-loaded again and continued, so the curve also shows that a checkpoint holds all there is.
+Every method starts from the same weights and sees the same batches. Midway each model is saved
+and loaded again, and the run goes on only if what was loaded is equal to the bit.
 """
 
 from __future__ import annotations

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import depthroute as dr
 
@@ -114,3 +121,17 @@ def routed_model(method, family="llama", layers=6, seed=0, amount=0.5, **kwargs)
     routing = METHODS[method] if isinstance(method, str) else method
     model = dr.from_config(CONFIGS[family](layers, **kwargs), routing)
     return disturb_routing(trained_like(model, seed), seed, amount)
+
+
+def word_tokenizer():
+    """Words of a small vocabulary, made on the spot."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(93))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )

@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.ecosystem.test_training_libraries import word_tokenizer
-from tests.support import plain_model, tokens
+from tests.support import plain_model, tokens, word_tokenizer
 from transformers import AutoModelForCausalLM, MambaConfig
 
 import depthroute as dr

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 import depthroute as dr
-from tests.support import llama_config, plain_model, tokens, trained_like
+from tests.support import llama_config, plain_model, tokens, trained_like, word_tokenizer
 
 ROUTING = dr.RoutingConfig("delta", num_blocks=3)
 STEPS = 12
@@ -108,20 +107,6 @@ def test_hugging_face_trainer_resumes_from_its_checkpoint(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-
-
-def word_tokenizer():
-    """Words of a small vocabulary, made on the spot."""
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(93))]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-    )
 
 
 def test_trl_sft_trainer(tmp_path):

@@ -329,7 +329,7 @@ def routed_class(base: type, mixin: type) -> type:
         names = list(inspect.signature(base.forward).parameters)
         body["argument_names"] = tuple(n for n in names[2:] if n not in ("args", "kwargs"))
     if mixin is RoutedDecoder:
-        body["forward"] = _signed(RoutedDecoder.forward, base.forward)
+        body["forward"] = _signed_like(base.forward)
     prefix = "Late" if mixin is depth_attention.LateNorm else "Routed"
     cls = type(f"{prefix}{base.__name__}", (mixin, base), body)
     setattr(sys.modules[__name__], cls.__name__, cls)
@@ -338,7 +338,9 @@ def routed_class(base: type, mixin: type) -> type:
     return cls
 
 
-def _signed(function: Callable[..., Any], like: Callable[..., Any]) -> Callable[..., Any]:
+def _signed_like(like: Callable[..., Any]) -> Callable[..., Any]:
+    """The routed decoder's forward with the family's own signature, which transformers inspects."""
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return RoutedDecoder.forward(self, *args, **kwargs)
 

@@ -83,7 +83,7 @@ PIPELINE_ELEMENTS = 15360
 
 
 def forward_launch(block: Tiles, num_sources: int) -> Launch:
-    """Timed on an H200 (bench/op_bench.py --tune): three stages beat one by 10 to 25%."""
+    """Timed on an H200 (bench/op_bench.py --tune): three stages beat one."""
     if _forced is not None:
         return _forced
     at_once = 1 if block.count == 1 or num_sources == 1 else 2
