@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from depthroute import ops
-from tests.kernels.cases import AttentionCase, GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,9 +75,30 @@ def test_every_option_of_depth_mix_keeps_the_error_budget(case: MixCase):
 @pytest.mark.parametrize("width", [1024, 4096, 7168])
 @poisoned
 def test_taking_delta_from_the_mix_keeps_the_error_budget(width, monkeypatch):
-    monkeypatch.setattr("depthroute.ops._triton_mix.FROM_MIX_BYTES", 0)
+    monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
     MixCase(9, 63, width).check("cuda")
     MixCase(9, 63, width, heads=4, scale=9.0, dtype=fp32).check("cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        BoundaryCase(3, 63, 1024),
+        BoundaryCase(4, 63, 1024, reads_last=False),
+        BoundaryCase(5, 31, 2048, state=False),
+        BoundaryCase(8, 31, 4096),
+        BoundaryCase(4, 15, 7168, scale=5 / 6),
+        BoundaryCase(2, 31, 1000, heads=5, dtype=fp16),
+        BoundaryCase(3, 31, 1024, partial=False, dtype=fp32),
+        BoundaryCase(2, 31, 1024, state=False, prior=True),
+        BoundaryCase(3, 1, 1024),
+        BoundaryCase(33, 15, 1024),
+    ],
+    ids=str,
+)
+@poisoned
+def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
+    case.check("cuda")
 
 
 @pytest.mark.parametrize(
@@ -186,10 +207,10 @@ def test_it_compiles_into_one_graph(sources):
 
 def test_the_registered_ops_pass_opcheck():
     sources, query = draw(3, 5, 96)
-    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16)
+    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16, False)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton.default,
-        (sources, query, None, None, None, None, *options),
+        (sources, query, *[None] * 6, False, *options),
     )
     queries = torch.randn(3, 96, device="cuda", requires_grad=True)
     torch.library.opcheck(

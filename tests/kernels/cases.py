@@ -132,6 +132,86 @@ class MixCase:
 
 
 @dataclass(frozen=True)
+class BoundaryCase:
+    """Everything between two sublayers; gradients also arrive at the state, the block's sum and
+    the sources that are handed on, as they do in a model."""
+
+    sources: int
+    """Finished ones, the block's sum not counted."""
+    tokens: int
+    width: int
+    heads: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    state: bool = True
+    partial: bool = True
+    reads_last: bool = True
+    norm: bool = True
+    prior: bool = False
+    scale: float = 1.0
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        def draw() -> Tensor:
+            return torch.randn(self.tokens, self.width, device=device).to(self.dtype)
+
+        made = {f"source {n}": draw() for n in range(self.sources)} | {"output": draw()}
+        made |= {"state": 3 * draw()} if self.state else {}
+        made |= {"partial": draw()} if self.partial else {}
+        made["query"] = torch.randn(self.width, device=device) / self.width**0.5 * 2
+        made["key weight"] = torch.rand(self.width, device=device) + 0.5
+        if self.norm:
+            made["norm weight"] = torch.rand(self.width, device=device) + 0.5
+        if self.prior:
+            made["prior"] = draw()
+            made["prior lse"] = torch.randn(self.tokens, self.heads, device=device) + 1
+        return made
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        sources = [given[f"source {n}"] for n in range(self.sources)]
+        output, state, partial = given["output"], given.get("state"), given.get("partial")
+        query, gain, weight = given["query"], given["key weight"], given.get("norm weight")
+        prior = {"prior": given["prior"], "prior_lse": given["prior lse"]} if self.prior else {}
+        dtype = torch.float64 if query.dtype == torch.float64 else self.dtype
+        if backend is not None:
+            done = ops.depth_boundary(
+                output, sources, query, gain, state, partial, heads=self.heads, backend=backend,
+                reads_last=self.reads_last, norm_weight=weight, scale=self.scale, dtype=dtype,
+                **prior,
+            )  # fmt: skip
+            shown = done.y if self.norm else done.x
+            kept = [t for t in (done.state if self.state else None, done.last) if t is not None]
+            return shown, *kept, *done.sources
+        state = None if state is None else state + output
+        last = output if partial is None else partial + output
+        read = [*sources, last] if self.reads_last else sources
+        options: dict = {"residual": state, "heads": self.heads, "scale": self.scale}
+        if self.prior:
+            x = reference.depth_mix_merge(
+                *prior.values(), read, query, gain, dtype=dtype, **options
+            )
+        else:
+            x = reference.depth_mix(read, query, gain, **options)
+        shown = x if weight is None else reference.rms_norm(x, weight)
+        return shown, *(() if state is None else (state,)), last, *sources
+
+    def check(self, device: str) -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        count = 2 + self.state + self.sources
+        shape = (self.tokens, self.width)
+        grads = [torch.randn(shape, device=device).to(self.dtype) for _ in range(count)]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
+        assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
+        assert_within_budget(exact, native, kernel)
+
+
+@dataclass(frozen=True)
 class GroupCase:
     sources: int
     queries: int

@@ -15,13 +15,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from depthroute.ops import backends
-from tests.kernels.cases import AttentionCase, GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
 
 CASES = [
     MixCase(9, 3, 1024),
     MixCase(33, 3, 7168, residual=True, norm=True),
     MixCase(3, 3, 1000, heads=4, head_norm="slice", centered=True, dtype=torch.float16),
     MixCase(1, 1, 96, prior=True, dtype=torch.float32),
+    MixCase(33, 3, 1024),
+    BoundaryCase(3, 3, 1024),
+    BoundaryCase(4, 3, 7168, reads_last=False),
     GroupCase(9, 8, 3, 1024),
     GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
     AttentionCase(3, 1, 3, 4, 2, 64),

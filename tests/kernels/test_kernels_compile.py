@@ -21,6 +21,8 @@ KERNELS = {
     "group_scores_kernel",
     "mix_backward_kernel",
     "mix_forward_kernel",
+    "resident_backward_kernel",
+    "resident_forward_kernel",
 }
 
 

@@ -15,7 +15,7 @@ import torch
 
 from depthroute import ops
 from depthroute.errors import BackendError
-from tests.kernels.cases import AttentionCase, GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
 
 pytest.importorskip("triton")
 
@@ -72,10 +72,37 @@ def test_depth_mix_keeps_the_error_budget(case: MixCase):
 @interpreted
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
-    monkeypatch.setattr("depthroute.ops._triton_mix.FROM_MIX_BYTES", 0)
+    monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
     MixCase(5, 9, 256, dtype=dtype).check("cpu")
     MixCase(5, 9, 256, heads=4, dtype=dtype, scale=5.0).check("cpu")
     MixCase(5, 9, 256, norm=True, dtype=dtype).check("cpu")
+    MixCase(5, 9, 96, residual=True, dtype=dtype).check("cpu")  # two sweeps
+
+
+BOUNDARY = [
+    BoundaryCase(3, 5, 96),
+    BoundaryCase(3, 5, 96, dtype=fp32, scale=4 / 5),
+    BoundaryCase(4, 4, 200, reads_last=False, heads=4),
+    BoundaryCase(2, 4, 96, partial=False, dtype=fp16),
+    BoundaryCase(2, 4, 96, partial=False, reads_last=False),
+    BoundaryCase(5, 4, 96, state=False),
+    BoundaryCase(1, 4, 96, state=False, partial=False, norm=False),
+    BoundaryCase(1, 4, 96, state=False, prior=True),
+    BoundaryCase(2, 4, 96, reads_last=False, norm=False, prior=True, dtype=fp32),
+]
+
+
+@interpreted
+@pytest.mark.parametrize("case", BOUNDARY, ids=str)
+def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
+    case.check("cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("case", [BOUNDARY[0], BOUNDARY[2], BOUNDARY[4], BOUNDARY[5]], ids=str)
+def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monkeypatch):
+    monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
+    case.check("cpu")
 
 
 GROUP = [
@@ -133,8 +160,10 @@ def test_the_registered_ops_pass_opcheck():
     sources = [torch.randn(3, 96, requires_grad=True) for _ in range(3)]
     query = torch.randn(96, requires_grad=True)
     none = (None, None, None)
-    arguments = (sources, query, *none, None, 1e-6, 2, False, False, 1.0, 1e-6, torch.float32)
+    options = (1e-6, 2, False, False, 1.0, 1e-6, torch.float32, False)
+    arguments = (sources, query, *none, None, None, None, False, *options)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
     weight = torch.rand(96, requires_grad=True)
-    arguments = (sources, query, *none, weight, 1e-6, 2, False, False, 1.0, 1e-6, torch.float32)
+    output, state, partial = (torch.randn(3, 96, requires_grad=True) for _ in range(3))
+    arguments = (sources, query, state, None, None, weight, output, partial, True, *options)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)

@@ -6,14 +6,21 @@ choose a backend (:func:`backend_report` says which and why).
 
 from depthroute.ops import reference
 from depthroute.ops.backends import BackendChoice, backend_report, record_backends
-from depthroute.ops.carry import depth_mix_carried, depth_mix_group_carried
+from depthroute.ops.carry import (
+    Boundary,
+    depth_boundary,
+    depth_mix_carried,
+    depth_mix_group_carried,
+)
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
 
 __all__ = [
     "BackendChoice",
+    "Boundary",
     "backend_report",
     "depth_attention_mix",
+    "depth_boundary",
     "depth_mix",
     "depth_mix_carried",
     "depth_mix_group",

@@ -1,23 +1,20 @@
 """Registered ops over the Triton depth-mix kernels. Imports Triton only when one runs.
 
-``depth_mix_triton`` keeps its statistics as [N, S, H], a token's together, so one program writes
-them in a row; ``depth_mix`` of the torch backend keeps [S, N, H].
+``depth_mix_triton`` is the boundary between two sublayers: it adds the last sublayer's ``output``
+to the residual state and to the current block's ``partial`` sum, mixes, and applies the next
+pre-norm. Every part is optional; with none it is the plain depth mix. Statistics are [N, S, H], a
+token's together, so one program writes them in a row; ``depth_mix`` of the torch backend keeps
+[S, N, H].
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from depthroute.ops.backends import ran
-
-FROM_MIX_BYTES = float("inf")
-"""Source bytes of one token above which backward takes delta from x and sweeps once.
-
-Off: on an H200, up to D 4096, it moved 0.72 to 0.82 of the copy ceiling against 0.55 to 0.66 for
-two sweeps, but some source gradients were up to 1.9 times over the error budget, because x is
-rounded.
-"""
 
 
 @torch.library.custom_op("depthroute::depth_mix_triton", mutates_args=())
@@ -28,6 +25,9 @@ def _depth_mix(
     prior: Tensor | None,
     prior_lse: Tensor | None,
     norm_weight: Tensor | None,
+    output: Tensor | None,
+    partial: Tensor | None,
+    reads_last: bool,
     eps: float,
     heads: int,
     slice_norm: bool,
@@ -35,7 +35,13 @@ def _depth_mix(
     scale: float,
     norm_eps: float,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    keeps_low: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, y, 1/rms, logits, lse, the norm's 1/rms, state, last and the low bits of x.
+
+    ``last`` is partial + output, or output itself where a block starts; with ``reads_last`` it is
+    the last source. What was not asked for is empty.
+    """
     from depthroute.ops._triton.mix_launch import mix_forward
 
     ran("depth_mix", "triton")
@@ -46,6 +52,9 @@ def _depth_mix(
         prior,
         prior_lse,
         norm_weight,
+        output,
+        partial,
+        reads_last,
         eps,
         heads,
         slice_norm,
@@ -53,6 +62,7 @@ def _depth_mix(
         scale,
         norm_eps,
         dtype,
+        keeps_low,
     )
 
 
@@ -64,6 +74,9 @@ def _(
     prior,
     prior_lse,
     norm_weight,
+    output,
+    partial,
+    reads_last,
     eps,
     heads,
     slice_norm,
@@ -71,18 +84,24 @@ def _(
     scale,
     norm_eps,
     dtype,
+    keeps_low,
 ):
-    example = sources[0] if prior is None else prior
+    example = prior if prior is not None else output if output is not None else sources[0]
     tokens, width = example.shape
+    count = len(sources) + reads_last
     x = example.new_empty(tokens, width, dtype=dtype)
     normed = norm_weight is not None
+    pushes = residual is not None and output is not None
     return (
         x,
         x.new_empty(x.shape) if normed else x.new_empty(0),
-        query.new_empty(tokens, len(sources), heads if slice_norm else 1),
-        query.new_empty(tokens, len(sources), heads),
+        query.new_empty(tokens, count, heads if slice_norm else 1),
+        query.new_empty(tokens, count, heads),
         query.new_empty(tokens, heads),
         query.new_empty(tokens if normed else 0),
+        residual.new_empty(residual.shape) if pushes else x.new_empty(0),
+        x.new_empty(0) if partial is None else partial.new_empty(partial.shape),
+        x.new_empty(x.shape if keeps_low else 0, dtype=torch.int16),
     )
 
 
@@ -90,6 +109,8 @@ def _(
 def _depth_mix_backward(
     grad: Tensor | None,
     grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    grad_last: Tensor | None,
     carried: list[Tensor],
     sources: list[Tensor],
     query: Tensor,
@@ -97,6 +118,7 @@ def _depth_mix_backward(
     prior_lse: Tensor | None,
     norm_weight: Tensor | None,
     x: Tensor | None,
+    low: Tensor | None,
     rstd: Tensor,
     logits: Tensor,
     lse: Tensor,
@@ -105,15 +127,23 @@ def _depth_mix_backward(
     slice_norm: bool,
     centered: bool,
     scale: float,
-    from_mix: bool,
-    residual_dtype: torch.dtype | None,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor]:
+    reads_last: bool,
+    writes_output: bool,
+    state_dtype: torch.dtype | None,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of sources, query, prior, prior_lse, norm weight, residual and output.
+
+    That of the residual is written if ``state_dtype`` is given, that of the output if
+    ``writes_output``.
+    """
     from depthroute.ops._triton.mix_launch import mix_backward
 
     ran("depth_mix_backward", "triton")
     return mix_backward(
         grad,
         grad_y,
+        grad_state,
+        grad_last,
         carried,
         sources,
         query,
@@ -121,6 +151,7 @@ def _depth_mix_backward(
         prior_lse,
         norm_weight,
         x,
+        low,
         rstd,
         logits,
         lse,
@@ -129,8 +160,9 @@ def _depth_mix_backward(
         slice_norm,
         centered,
         scale,
-        from_mix,
-        residual_dtype,
+        reads_last,
+        writes_output,
+        state_dtype,
     )
 
 
@@ -138,6 +170,8 @@ def _depth_mix_backward(
 def _(
     grad,
     grad_y,
+    grad_state,
+    grad_last,
     carried,
     sources,
     query,
@@ -145,6 +179,7 @@ def _(
     prior_lse,
     norm_weight,
     x,
+    low,
     rstd,
     logits,
     lse,
@@ -153,82 +188,124 @@ def _(
     slice_norm,
     centered,
     scale,
-    from_mix,
-    residual_dtype,
+    reads_last,
+    writes_output,
+    state_dtype,
 ):
-    empty = query.new_empty(0)
-    dresidual = query.new_empty(0, dtype=residual_dtype)
-    if residual_dtype is not None:
-        dresidual = query.new_empty(lse.shape[0], query.shape[0], dtype=residual_dtype)
+    def empty(dtype=query.dtype):
+        return query.new_empty(0, dtype=dtype)
+
+    shape = lse.shape[0], query.shape[0]
+    dstate, doutput = empty(state_dtype), empty(state_dtype)
+    if state_dtype is not None:
+        dstate = query.new_empty(shape, dtype=state_dtype)
+        if writes_output:
+            doutput = query.new_empty(shape, dtype=state_dtype)
     return (
         [s.new_empty(s.shape) for s in sources],
         query.new_empty(query.shape),
-        empty if prior is None else prior.new_empty(prior.shape),
-        empty.clone() if prior_lse is None else prior_lse.new_empty(prior_lse.shape),
-        empty.clone() if norm_weight is None else norm_weight.new_empty(norm_weight.shape),
-        dresidual,
+        empty() if prior is None else prior.new_empty(prior.shape),
+        empty() if prior_lse is None else prior_lse.new_empty(prior_lse.shape),
+        empty() if norm_weight is None else norm_weight.new_empty(norm_weight.shape),
+        dstate,
+        doutput,
     )
 
 
-def delta_from_mix(
-    num_sources: int, width: int, itemsize: int, residual: bool, centered: bool
-) -> bool:
-    """Whether backward takes delta from x: only where x is the mix and nothing else."""
-    return num_sources * width * itemsize > FROM_MIX_BYTES and not residual and not centered
+RESIDENT_SOURCES = 17
+RESIDENT_BYTES = 73 * 1024
+"""Of the rows of a token that one program holds in registers: 5 of width 7168 in bf16, 9 of 4096,
+17 of 2048."""
+
+
+def resident(rows: Sequence[Tensor], width: int) -> bool:
+    """Whether a token's ``rows`` fit one program."""
+    if not 0 < len(rows) <= RESIDENT_SOURCES:
+        return False
+    return len(rows) * width * rows[0].element_size() <= RESIDENT_BYTES
+
+
+def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, centered: bool) -> bool:
+    """Whether backward will take delta from x, and so needs x to more bits than it is stored in.
+
+    Where a token's rows fit in registers delta costs nothing, and where x is more than the mix
+    (a residual, or a centred mix) it cannot be had from x. In fp32 x is exact enough as it is, and
+    rare enough to be swept twice.
+    """
+    if not rows or residual or centered or rows[0].element_size() == 4:
+        return False
+    return not resident(rows, width)
 
 
 def save(ctx, inputs, output) -> None:
-    sources, query, residual, prior, prior_lse, norm_weight, _, heads, slice_norm = inputs[:9]
-    ctx.centered, ctx.scale = inputs[9], inputs[10]
-    x, _, rstd, logits, lse, norm_rstd = output
-    ctx.from_mix = len(sources) > 0 and delta_from_mix(
-        len(sources),
-        query.shape[0],
-        sources[0].element_size(),
-        residual is not None,
-        ctx.centered,
-    )
+    sources, query, residual, prior, prior_lse, norm_weight, pushed, partial, reads_last = inputs[
+        :9
+    ]
+    ctx.heads, ctx.slice_norm, ctx.centered, ctx.scale = inputs[10:14]
+    keeps_low = inputs[16]
+    x, _, rstd, logits, lse, norm_rstd, _, last, low = output
+    read = list(sources)
+    if reads_last:
+        read.append(pushed if partial is None else last)
     has_norm = norm_weight is not None
     ctx.save_for_backward(
-        *sources,
+        *read,
         query,
         prior,
         prior_lse,
         norm_weight,
-        x if ctx.from_mix or has_norm else None,
+        x if keeps_low or has_norm else None,
+        low if keeps_low else None,
         rstd,
         logits,
         lse,
         norm_rstd if has_norm else None,
     )
-    ctx.heads, ctx.slice_norm = heads, slice_norm
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.num_inputs, ctx.num_sources = len(inputs), len(sources)
+    ctx.state_dtype = None if residual is None else residual.dtype
+    ctx.pushes, ctx.has_partial, ctx.reads_last = (
+        pushed is not None,
+        partial is not None,
+        reads_last,
+    )
 
 
-def gradients(ctx, saved, grad: Tensor | None, grad_y: Tensor | None, carried: list[Tensor]):
-    """Of sources, query, residual, prior, prior_lse and norm weight; one grad may be absent.
+def gradients(
+    ctx,
+    saved,
+    grad: Tensor | None,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    grad_last: Tensor | None,
+    carried: list[Tensor],
+):
+    """Of sources, query, residual, prior, prior_lse, norm weight, output and partial.
 
     ``saved`` is ``ctx.saved_tensors``, which checkpointing lets a backward read only once.
+    ``carried`` holds one tensor per source read, the last among them, or nothing.
     """
-    *sources, query, prior, prior_lse, norm_weight, x, rstd, logits, lse, norm_rstd = saved
+    *sources, query, prior, prior_lse, norm_weight, x, low, rstd, logits, lse, norm_rstd = saved
     if norm_weight is None:
         grad_y = None
     elif grad_y is None:
         norm_weight = norm_rstd = None
-    # without a norm the residual's gradient is the incoming one, and costs nothing
-    written = ctx.residual_dtype if grad_y is not None else None
-    dsources, dquery, dprior, dprior_lse, dnorm, dresidual = (
+    has_state = ctx.state_dtype is not None
+    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
+    written = ctx.state_dtype if grad_y is not None or ctx.pushes else None
+    writes_output = ctx.pushes and has_state and (ctx.reads_last or grad_last is not None)
+    dsources, dquery, dprior, dprior_lse, dnorm, dstate, doutput = (
         torch.ops.depthroute.depth_mix_triton_backward(
             grad,
             grad_y,
+            grad_state if has_state else None,
+            None if ctx.reads_last else grad_last,
             carried,
             sources,
             query,
             prior,
             prior_lse,
             norm_weight,
-            x if ctx.from_mix or grad_y is not None else None,
+            x,
+            low,
             rstd,
             logits,
             lse,
@@ -237,30 +314,52 @@ def gradients(ctx, saved, grad: Tensor | None, grad_y: Tensor | None, carried: l
             ctx.slice_norm,
             ctx.centered,
             ctx.scale,
-            ctx.from_mix,
+            ctx.reads_last,
+            writes_output,
             written,
         )
     )
-    if ctx.residual_dtype is None:
-        dresidual = None
+    if not has_state:
+        dstate = None
     elif written is None:
         assert grad is not None
-        dresidual = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.residual_dtype)
+        dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
     if prior is None:
         dprior = dprior_lse = None
-    return dsources, dquery, dresidual, dprior, dprior_lse, dnorm if grad_y is not None else None
+    dlast = grad_last
+    if ctx.reads_last:
+        *dsources, dlast = dsources
+    doutput = (
+        None if not ctx.pushes else doutput if writes_output else dstate if has_state else dlast
+    )
+    return (
+        dsources,
+        dquery,
+        dstate,
+        dprior,
+        dprior_lse,
+        dnorm if grad_y is not None else None,
+        doutput,
+        dlast if ctx.has_partial else None,
+    )
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output[2:])
+    ctx.mark_non_differentiable(*output[2:6], output[8])
     ctx.set_materialize_grads(False)
+    ctx.num_sources, ctx.num_inputs = len(inputs[0]), len(inputs)
     save(ctx, inputs, output)
 
 
-def _backward(ctx, grad, grad_y, *_):
+def _backward(ctx, grad, grad_y, _rstd, _logits, _lse, _norm, grad_state, grad_last, _low):
     if grad is None and grad_y is None:
         return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
-    return *gradients(ctx, ctx.saved_tensors, grad, grad_y, []), *(None,) * (ctx.num_inputs - 6)
+    saved = ctx.saved_tensors
+    carried = []
+    if ctx.reads_last and grad_last is not None:
+        carried = [torch.zeros_like(s) for s in saved[: ctx.num_sources]] + [grad_last]
+    found = gradients(ctx, saved, grad, grad_y, grad_state, grad_last, carried)
+    return *found, *(None,) * (ctx.num_inputs - len(found))
 
 
 torch.library.register_autograd("depthroute::depth_mix_triton", _backward, setup_context=_setup)

@@ -16,61 +16,85 @@ one is correct too, only slower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from depthroute.errors import DepthrouteError
 from depthroute.ops import _triton_group, _triton_mix, reference
 from depthroute.ops.backends import choose
 from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _widest
 
 
 class _CarriedMix(torch.autograd.Function):
+    """x, y, state, last and the sources again; see :func:`depth_boundary`.
+
+    The torch backend has no norm and no push: :func:`depth_boundary` does them around it.
+    """
+
     @staticmethod
-    def forward(ctx, triton, query, residual, prior, prior_lse, norm_weight, options, *sources):
-        eps, heads, slice_norm, centered, scale, norm_eps, dtype = options
-        listed = list(sources)
-        tensors = listed, query, residual, prior, prior_lse
+    def forward(ctx, triton, query, residual, prior, prior_lse, norm_weight, *rest):
+        output, partial, options, *sources = rest
+        reads_last, eps, heads, slice_norm, centered, scale, norm_eps, dtype, keeps_low = options
         ctx.set_materialize_grads(False)
         ctx.triton = triton
+        handed = [s.view_as(s) for s in sources]
         if triton:
-            inputs = *tensors, norm_weight, eps, heads, slice_norm, centered, scale
-            output = torch.ops.depthroute.depth_mix_triton(*inputs, norm_eps, dtype)
-            _triton_mix.save(ctx, inputs, output)
-            x, y = output[0], output[1]
-        else:
-            x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
-                *tensors, eps, heads, slice_norm, centered, scale, dtype
-            )
-            ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
-            ctx.options = heads, centered, scale
-            ctx.residual_dtype = None if residual is None else residual.dtype
-            y = x.new_empty(0)
-        return x, y, *(s.view_as(s) for s in sources)
+            inputs = sources, query, residual, prior, prior_lse, norm_weight, output, partial
+            inputs = *inputs, reads_last, eps, heads, slice_norm, centered, scale, norm_eps, dtype
+            inputs = *inputs, keeps_low
+            result = torch.ops.depthroute.depth_mix_triton(*inputs)
+            _triton_mix.save(ctx, inputs, result)
+            x, y, *_, state, last, _ = result
+            if output is not None and partial is None:
+                last = output.view_as(output)
+            return x, y, state, last, *handed
+        x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
+            sources, query, residual, prior, prior_lse, *options[1:6], dtype
+        )
+        ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
+        ctx.options = heads, centered, scale
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        return x, x.new_empty(0), x.new_empty(0), x.new_empty(0), *handed
 
     @staticmethod
     def backward(ctx, *grads):
-        grad, grad_y, *carried = grads
-        if grad is None and grad_y is None:
-            return *(None,) * 7, *carried
-        saved = ctx.saved_tensors
+        grad, grad_y, grad_state, grad_last, *carried = grads
         if ctx.triton:
+            if grad is None and grad_y is None:  # nothing but a push
+                dlast = grad_last if ctx.has_partial else None
+                return (
+                    None,
+                    None,
+                    grad_state,
+                    *(None,) * 3,
+                    _sum(grad_state, grad_last),
+                    dlast,
+                    None,
+                    *carried,
+                )
+            saved = ctx.saved_tensors
+            if ctx.reads_last:
+                carried = [*carried, grad_last]
             gathered = _gathered(carried, saved[: len(carried)])
-            gradients = _triton_mix.gradients(ctx, saved, grad, grad_y, gathered)
-            dsources, dquery, dresidual, dprior, dprior_lse, dnorm = gradients
-        else:
-            *sources, query, prior, prior_lse, rstd, logits, lse = saved
-            dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
-                grad, sources, query, prior, prior_lse, rstd, logits, lse, *ctx.options
-            )
-            dsources = _added(dsources, carried)
-            dnorm = dresidual = None
-            if ctx.residual_dtype is not None:
-                dresidual = (grad * ctx.options[2]).to(ctx.residual_dtype)
-            if prior is None:
-                dprior = dprior_lse = None
-        return None, dquery, dresidual, dprior, dprior_lse, dnorm, None, *dsources
+            pushed = grad_state, grad_last
+            found = _triton_mix.gradients(ctx, saved, grad, grad_y, *pushed, gathered)
+            dsources, *rest = found
+            return None, *rest, None, *dsources
+        if grad is None:
+            return *(None,) * 9, *carried
+        *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
+        dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
+            grad, sources, query, prior, prior_lse, rstd, logits, lse, *ctx.options
+        )
+        dresidual = None
+        if ctx.residual_dtype is not None:
+            dresidual = (grad * ctx.options[2]).to(ctx.residual_dtype)
+        if prior is None:
+            dprior = dprior_lse = None
+        dsources = _added(dsources, carried)
+        return None, dquery, dresidual, dprior, dprior_lse, *(None,) * 4, *dsources
 
 
 class _CarriedGroup(torch.autograd.Function):
@@ -123,8 +147,108 @@ def _gathered(carried: Sequence[Tensor | None], sources: Sequence[Tensor]) -> li
     return [torch.zeros_like(s) if c is None else c for c, s in zip(carried, sources, strict=True)]
 
 
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
 def _added(own: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[Tensor]:
     return [d if c is None else d + c for d, c in zip(own, carried, strict=True)]
+
+
+class Boundary(NamedTuple):
+    x: Tensor
+    """What was mixed, before the norm."""
+    y: Tensor | None
+    """RMSNorm(x), if a norm weight was given."""
+    state: Tensor | None
+    """residual + output; without an output, the residual as it was given."""
+    last: Tensor | None
+    """partial + output, or output where a block starts."""
+    sources: list[Tensor]
+    """The sources to hand on."""
+
+
+def depth_boundary(
+    output: Tensor | None,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    partial: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    *,
+    reads_last: bool = False,
+    prior: Tensor | None = None,
+    prior_lse: Tensor | None = None,
+    head_norm: str = "full",
+    centered: bool = False,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Boundary:
+    """Everything between two sublayers, in one kernel forward and one backward.
+
+        state = residual + output           last = partial + output
+        x = scale * (state + depth mix of sources, and of last if reads_last)
+        y = RMSNorm(x) * norm_weight
+
+    Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
+    block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
+    group. ``sources`` excludes ``last``.
+    """
+    given = [t for t in (*sources, output, partial, prior) if t is not None]
+    _check_sources(given, query, key_weight, residual, heads, head_norm, same_dtype=prior is None)
+    if output is None and (partial is not None or reads_last):
+        raise DepthrouteError(
+            "partial and reads_last describe where an output goes; pass the output as well, or "
+            "list the block's sum among the sources"
+        )
+    name = "depth_mix" if prior is None else "depth_mix_merge"
+    width, widest = query.shape[0], _widest(given, residual)
+    choice = choose(name, query.device.type, backend, widest, width)
+    example = prior if prior is not None else output if output is not None else sources[0]
+    if dtype is None:
+        dtype = next(
+            (t.dtype for t in (*sources, output, residual) if t is not None),
+            prior.dtype if prior is not None else None,
+        )
+    assert dtype is not None
+    triton = choice.backend == "triton"
+    listed, state, last, norm = list(sources), residual, output, norm_weight
+    if not triton and output is not None:
+        state = None if residual is None else residual + output
+        last = output if partial is None else partial + output
+        listed += [last] if reads_last else []
+        norm = None
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, query))
+    read = [*sources, output] if reads_last and output is not None else list(sources)
+    keeps_low = triton and needs_grad
+    keeps_low = keeps_low and _triton_mix.keeps_low_bits(
+        read, width, residual is not None, centered
+    )
+    x, y, new_state, new_last, *handed = _CarriedMix.apply(
+        triton,
+        _fold(query, key_weight, example.dtype),
+        *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
+        norm if triton else None,
+        *(None if t is None or not triton else _flat(t) for t in (output, partial)),
+        (reads_last, eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype, keeps_low),
+        *(_flat(s) for s in listed),
+    )
+    shape = example.shape
+    x, handed = x.view(shape), [h.view(shape) for h in handed]
+    if triton and output is not None:
+        state = None if residual is None else new_state.view(shape)
+        last = new_last.view(shape)
+    elif output is not None and reads_last:
+        *handed, last = handed
+    if norm_weight is None:
+        return Boundary(x, None, state, last, handed)
+    y = y.view(shape) if triton else reference.rms_norm(x, norm_weight, norm_eps)
+    return Boundary(x, y, state, last, handed)
 
 
 def depth_mix_carried(
@@ -136,42 +260,24 @@ def depth_mix_carried(
     heads: int = 1,
     backend: str = "auto",
     *,
-    prior: Tensor | None = None,
-    prior_lse: Tensor | None = None,
-    head_norm: str = "full",
-    centered: bool = False,
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
     norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
+    **options: Any,
 ) -> tuple[Any, list[Tensor]]:
     """:func:`depth_mix` (or, with a prior, :func:`depth_mix_merge`) and the sources to hand on."""
-    given = [*sources] if prior is None else [*sources, prior]
-    _check_sources(given, query, key_weight, residual, heads, head_norm, same_dtype=prior is None)
-    name = "depth_mix" if prior is None else "depth_mix_merge"
-    widest = _widest(given, residual)
-    choice = choose(name, query.device.type, backend, widest, query.shape[0])
-    example = sources[0] if prior is None else prior
-    dtype = (
-        dtype or (sources[0] if sources else residual if residual is not None else example).dtype
+    done = depth_boundary(
+        None,
+        sources,
+        query,
+        key_weight,
+        residual,
+        None,
+        eps,
+        heads,
+        backend,
+        norm_weight=norm_weight,
+        **options,
     )
-    x, y, *handed = _CarriedMix.apply(
-        choice.backend == "triton",
-        _fold(query, key_weight, example.dtype),
-        None if residual is None else _flat(residual),
-        None if prior is None else _flat(prior),
-        None if prior_lse is None else _flat(prior_lse),
-        norm_weight,
-        (eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype),
-        *(_flat(s) for s in sources),
-    )
-    x = x.view(example.shape)
-    handed = [h.view(example.shape) for h in handed]
-    if norm_weight is None:
-        return x, handed
-    if choice.backend == "triton":
-        return (x, y.view(example.shape)), handed
-    return (x, reference.rms_norm(x, norm_weight, norm_eps)), handed
+    return (done.x if norm_weight is None else (done.x, done.y)), done.sources
 
 
 def depth_mix_group_carried(

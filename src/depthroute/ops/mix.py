@@ -17,7 +17,7 @@ from depthroute.errors import DepthrouteError, unknown
 from depthroute.ops import (
     _torch,
     _triton_group,  # noqa: F401 registers the ops over the kernels
-    _triton_mix,  # noqa: F401
+    _triton_mix,
     reference,
 )
 from depthroute.ops.backends import choose, ran
@@ -187,8 +187,15 @@ def _call(
     options = eps, heads, head_norm == "slice", centered, scale
     dtype = dtype or example.dtype
     if backend == "triton":
+        needs_grad = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
+        )
+        keeps_low = needs_grad and _triton_mix.keeps_low_bits(
+            sources, query.shape[0], residual is not None, centered
+        )
+        nothing_pushed = None, None, False
         x, y, *_ = torch.ops.depthroute.depth_mix_triton(
-            *tensors, norm_weight, *options, norm_eps, dtype
+            *tensors, norm_weight, *nothing_pushed, *options, norm_eps, dtype, keeps_low
         )
         x = x.view(example.shape)
         return x if norm_weight is None else (x, y.view(example.shape))

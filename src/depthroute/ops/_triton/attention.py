@@ -18,8 +18,19 @@ SIZES = ["rows", "T", "J"]  # a size of 1 must not become a constant, nor each s
 
 @triton.jit
 def _address(p_list, j, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Address [1, 1] of tensor ``j`` of a list."""
-    return pointers(p_list, j + tl.arange(0, 1), COUNT, DTYPE)[:, None]
+    """Address [1, 1] of tensor ``j`` of a list.
+
+    Up to a few tensors come as kernel arguments (a tuple of COUNT), so that decoding needs one
+    launch; more as a table in device memory (COUNT = 0).
+    """
+    o_n = j + tl.arange(0, 1)
+    if COUNT == 0:
+        return pointers(p_list, o_n, DTYPE)[:, None]
+    p = o_n.to(tl.int64) * 0
+    for i in tl.static_range(COUNT):
+        p = tl.where(o_n == i, p_list[i].to(tl.int64), p)
+    p = p.to(tl.pointer_type(DTYPE), bitcast=True)
+    return tl.multiple_of(p, [16])[:, None]
 
 
 @triton.jit

@@ -30,6 +30,19 @@ def _readable(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [layout.aligned(t) for t in tensors]
 
 
+MAX_ARGUMENTS = 24
+"""Tensors of a list that are passed as kernel arguments."""
+
+
+def _pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], int]:
+    """What the kernels take as each list of tensors, and the number of arguments (0: a table)."""
+    length = len(lists[0])
+    if length > MAX_ARGUMENTS:
+        return list(layout.pack(lists, like)), 0
+    count = -(-length // 4) * 4  # few sizes to compile
+    return [(*tensors, *[tensors[-1]] * (count - length)) for tensors in lists], count
+
+
 def _shared(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], count: int
 ) -> dict[str, Any]:
@@ -63,7 +76,7 @@ def attention_forward(
         return mixed, logits, lse
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
     with layout.on_device(query):
-        (p_keys, p_values), count = layout.pack([keys, values], query)
+        (p_keys, p_values), count = _pack([keys, values], query)
         options = _shared(query, keys, values, count)
         attention_forward_kernel[(triton.cdiv(rows, options["BR"]),)](
             query,
@@ -105,7 +118,7 @@ def attention_backward(
     (grad,) = _readable([grad])
     with layout.on_device(query):
         lists = [keys, values, dkeys, dvalues]
-        (p_keys, p_values, p_dkeys, p_dvalues), count = layout.pack(lists, query)
+        (p_keys, p_values, p_dkeys, p_dvalues), count = _pack(lists, query)
         options = _shared(query, keys, values, count)
         attention_backward_kernel[(triton.cdiv(lse.numel(), options["BR"]),)](
             query,

@@ -12,19 +12,9 @@ import triton.language as tl
 
 
 @triton.jit
-def pointers(p_sources, o_n, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Addresses [BS] of the sources ``o_n`` [BS].
-
-    Up to a few sources come as kernel arguments (a tuple of COUNT, chosen by selects), more as a
-    table of int64 in device memory (COUNT = 0). ``o_n`` must be below the number of sources.
-    """
-    if COUNT == 0:
-        p = tl.load(p_sources + o_n)
-    else:
-        p = o_n.to(tl.int64) * 0
-        for i in tl.static_range(COUNT):
-            p = tl.where(o_n == i, p_sources[i].to(tl.int64), p)
-    p = p.to(tl.pointer_type(DTYPE), bitcast=True)
+def pointers(p_table, o_n, DTYPE: tl.constexpr):
+    """Addresses [BS] of the sources ``o_n`` [BS], which must exist."""
+    p = tl.load(p_table + o_n).to(tl.pointer_type(DTYPE), bitcast=True)
     return tl.multiple_of(p, [16])  # the launcher aligns every source
 
 
@@ -113,11 +103,11 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def square_and_dot(s, q, NT: tl.constexpr, PAIRED: tl.constexpr):
+def square_and_dot(s, q, NT: tl.constexpr, GPU: tl.constexpr):
     """sum s^2 and sum s q over columns, [BS, HB, 1] each.
 
-    PAIRED exchanges both between warps at once; the interpreter runs such reductions one element
-    at a time, so it takes them apart.
+    On a GPU both are exchanged between warps at once; the interpreter runs such reductions one
+    element at a time, so it takes them apart.
     """
     b = s[0].to(tl.float32)
     v, w = b * b, b * q[0]
@@ -125,7 +115,7 @@ def square_and_dot(s, q, NT: tl.constexpr, PAIRED: tl.constexpr):
         b = s[j].to(tl.float32)
         v += b * b
         w += b * q[j]
-    if PAIRED:
+    if GPU:
         v, w = tl.reduce((v, w), 2, _add_pairs, keep_dims=True)
     else:
         v, w = tl.sum(v, 2, keep_dims=True), tl.sum(w, 2, keep_dims=True)
@@ -146,3 +136,31 @@ def over_norm_group(x, SLICE_NORM: tl.constexpr):
     if not SLICE_NORM:
         x = tl.sum(x, 1, keep_dims=True)
     return x
+
+
+@triton.jit
+def _exponent(b):
+    """2^e of |b| in [2^e, 2^(e+1)), and its inverse; tiny numbers count as 2^-63."""
+    bits = b.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 64 << 23), 191 << 23)
+    inverse = (254 << 23) - bits
+    return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def low_bits(b, DTYPE: tl.constexpr):
+    """What rounding the fp32 ``b`` to DTYPE took away, in 2^-15 of half a last place."""
+    UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
+    b_kept = b.to(DTYPE).to(tl.float32)
+    _, b_inverse = _exponent(b_kept)
+    b_low = (b - b_kept) * b_inverse * UNIT
+    b_low = tl.minimum(tl.maximum(b_low, -32767.0), 32767.0)
+    return (b_low + tl.where(b_low < 0, -0.5, 0.5)).to(tl.int16)
+
+
+@triton.jit
+def with_low_bits(b_kept, b_low, DTYPE: tl.constexpr):
+    """The inverse: ``b`` again, to 16 more bits."""
+    UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
+    b_power, _ = _exponent(b_kept)
+    return b_kept + b_low.to(tl.float32) * (b_power / UNIT)

@@ -86,7 +86,6 @@ def group_forward_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
-    COUNT: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     BG: tl.constexpr,
     BS: tl.constexpr,
@@ -116,7 +115,7 @@ def group_forward_kernel(
             i_n = n + tl.arange(0, BS)
             o_n = i_n[None, :, None, None]
             m_n = o_n < S
-            p = pointers(p_sources, tl.minimum(i_n, S - 1), COUNT, DTYPE)[None, :, None, None]
+            p = pointers(p_sources, tl.minimum(i_n, S - 1), DTYPE)[None, :, None, None]
             b_s = _load_sources(p + i_row * D, m_n, H, DH, HB, BC, NT)
             b_v = b_s[0].to(tl.float32) * b_s[0].to(tl.float32)
             for j in tl.static_range(1, NT):
@@ -166,7 +165,6 @@ def group_scores_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
-    COUNT: tl.constexpr,
     BG: tl.constexpr,
     BS: tl.constexpr,
     HB: tl.constexpr,
@@ -190,7 +188,7 @@ def group_scores_kernel(
         i_n = n + tl.arange(0, BS)
         o_n = i_n[None, :, None, None]
         m_n = o_n < S
-        p = pointers(p_sources, tl.minimum(i_n, S - 1), COUNT, DTYPE)[None, :, None, None]
+        p = pointers(p_sources, tl.minimum(i_n, S - 1), DTYPE)[None, :, None, None]
         b_s = _load_sources(p + i_row * D, m_n, H, DH, HB, BC, NT)
         b_u = _dots(b_s, b_dx, NT)  # [BG, BS, HB, 1]
         o_stat = ((i_row * S + o_n) * G + o_g) * H + o_h
@@ -266,7 +264,6 @@ def group_gradients_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
-    COUNT: tl.constexpr,
     HAS_CARRIED: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     GB: tl.constexpr,
@@ -297,7 +294,7 @@ def group_gradients_kernel(
             m_n = o_n < S
             i_safe = tl.minimum(i_n, S - 1)
             o_row = i_row * D + o_c
-            p = pointers(p_sources, i_safe, COUNT, DTYPE)[None, :, None]
+            p = pointers(p_sources, i_safe, DTYPE)[None, :, None]
             b_s = tl.load(p + o_row, m_n & m_c, 0.0).to(tl.float32)  # [1, BS, BC]
             o_stat = ((i_row * S + o_n) * G + o_g) * H + i_head
             b_alpha = tl.load(p_alpha + o_stat, m_n & m_g, 0.0)  # [GB, BS, 1]
@@ -308,9 +305,9 @@ def group_gradients_kernel(
             b_pull = tl.load(p_pull + o_norm, m_n, 0.0)
             b_out = over_sources(b_alpha * b_dx + b_through * b_q, GB) - b_pull * b_s
             if HAS_CARRIED:
-                p = pointers(p_carried, i_safe, COUNT, DTYPE)[None, :, None]
+                p = pointers(p_carried, i_safe, DTYPE)[None, :, None]
                 b_out += tl.load(p + o_row, m_n & m_c, 0.0).to(tl.float32)
-            p = pointers(p_outputs, i_safe, COUNT, DTYPE)[None, :, None]
+            p = pointers(p_outputs, i_safe, DTYPE)[None, :, None]
             tl.store(p + o_row, b_out.to(DTYPE), m_n & m_c)
             b_dq += tl.sum(b_through * b_s, 1, keep_dims=True)
     tl.store(p_dqueries + (i_program.to(tl.int64) * G + o_g) * D + o_c, b_dq, m_g & m_c)

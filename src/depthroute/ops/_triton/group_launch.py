@@ -39,7 +39,7 @@ def group_forward(
     launch, at_once = layout.group_launch(block, num_sources, num_queries)
     programs = layout.num_programs(launch, tokens, queries.device)
     with layout.on_device(queries):
-        (packed,), count = layout.pack([sources], queries)
+        (packed,) = layout.pack([sources], queries)
         group_forward_kernel[(programs * triton.cdiv(num_queries, at_once),)](
             packed,
             layout.aligned(queries),
@@ -54,7 +54,6 @@ def group_forward(
             H=heads,
             DH=width // heads,
             DTYPE=layout.DTYPES[sources[0].dtype],
-            COUNT=count,
             SLICE_NORM=slice_norm,
             BG=at_once,
             BS=launch.sources,
@@ -98,7 +97,7 @@ def group_backward(
     if carried:
         lists.append([layout.aligned(c) for c in carried])
     with layout.on_device(queries):
-        packed, count = layout.pack(lists, queries)
+        packed = layout.pack(lists, queries)
         group_scores_kernel[(tokens * triton.cdiv(num_queries, at_once),)](
             packed[0],
             grad,
@@ -110,7 +109,6 @@ def group_backward(
             *sizes,
             **shape,
             **kind,
-            COUNT=count,
             BG=at_once,
             BS=launch.sources,
             HB=block.heads,
@@ -154,7 +152,6 @@ def group_backward(
             *sizes,
             **shape,
             **kind,
-            COUNT=count,
             HAS_CARRIED=len(carried) > 0,
             SLICE_NORM=slice_norm,
             GB=all_queries,

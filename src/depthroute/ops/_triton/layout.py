@@ -17,9 +17,6 @@ from depthroute.ops._triton import interpreter
 
 INTERPRETED = interpreter.enable()
 
-MAX_ARGUMENTS = 24
-"""Sources passed as kernel arguments; more go through a table, one more (2 us) launch."""
-
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -57,6 +54,8 @@ class Launch:
     stages: int
     programs: int
     """Per multiprocessor, each taking every P-th token; 0 gives every token its own program."""
+    registers: int | None = None
+    """At most, a thread; None lets the compiler take what it likes."""
 
 
 _forced: Launch | None = None
@@ -78,26 +77,61 @@ def _warps(elements: int, per_thread: int) -> int:
     return min(16, 1 << (wanted.bit_length() - 1))
 
 
-PIPELINE_ELEMENTS = 15360
-"""Of one stage, so that three stages of fp32 fit the 227 KB of shared memory of a Hopper SM."""
+SHARED_BYTES = 216 * 1024
+"""Of a Hopper SM's 227 KB, what rows on their way may take."""
 
 
-def forward_launch(block: Tiles, num_sources: int) -> Launch:
-    """Timed on an H200 (bench/op_bench.py --tune): three stages beat one."""
+def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
+    """Pipeline stages, each but one with ``bytes_ahead`` in the shared memory of every program."""
+    while wanted > 1 and (wanted - 1) * bytes_ahead * programs > SHARED_BYTES:
+        wanted -= 1
+    return wanted
+
+
+def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
+    """Timed on an H200 (`depthroute bench tune`): three stages beat one."""
     if _forced is not None:
         return _forced
     at_once = 1 if block.count == 1 or num_sources == 1 else 2
-    fits = block.elements * at_once <= PIPELINE_ELEMENTS
-    return Launch(at_once, _warps(block.elements, 32), 3 if fits else 1, 0)
+    stages = _stages(3, at_once * block.elements * itemsize)
+    return Launch(at_once, _warps(block.elements, 32), stages, 0)
 
 
-def backward_launch(block: Tiles, num_sources: int) -> Launch:
-    """Timed likewise: two sources at a time, except where a row takes several tiles."""
+def backward_launch(
+    block: Tiles, num_sources: int, itemsize: int, from_mix: bool, carried: bool
+) -> Launch:
+    """One sweep is pipelined; with two, what counts is that the second finds its rows in L2."""
     if _forced is not None:
         return _forced
     warps = _warps(block.elements, 32)
     fits = block.count == 1 and block.columns >= 256 * warps and num_sources > 1
-    return Launch(2 if fits else 1, warps, 1, max(2, 16 // warps))
+    at_once = 2 if fits else 1
+    ahead = at_once * block.elements * itemsize * (1 + carried)
+    return Launch(at_once, warps, _stages(3, ahead) if from_mix else 1, max(2, 16 // warps))
+
+
+def resident_forward_launch(
+    block: Tiles, rows: int, itemsize: int, is_boundary: bool, has_state: bool
+) -> Launch:
+    """``rows`` are read by each program and token; the next token's are fetched meanwhile.
+
+    Timed on an H200: enough programs that about 64 KB are on their way to each SM.
+    """
+    if _forced is not None:
+        return _forced
+    warps = min(8, _warps(block.elements, 8 if is_boundary else 16))
+    programs = max(1, (16 if is_boundary and not has_state else 8) // warps)
+    stages = _stages(3, rows * block.elements * itemsize, programs)
+    return Launch(rows, warps, stages, programs)
+
+
+def resident_backward_launch(block: Tiles, num_sources: int, rows: int, itemsize: int) -> Launch:
+    if _forced is not None:
+        return _forced
+    warps = min(8, _warps(block.elements, 8))
+    programs = max(1, 8 // warps)
+    wanted = 3 if num_sources <= 9 else 2
+    return Launch(rows, warps, _stages(wanted, rows * block.elements * itemsize), programs)
 
 
 def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
@@ -145,23 +179,19 @@ def _table_kernel(p_table, pointers, COUNT: tl.constexpr):
         tl.store(p_table + i, pointers[i].to(tl.int64))
 
 
-def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], int]:
-    """What the kernels take as each list of tensors, and the number of arguments (0: a table).
+def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
+    """Tables of addresses, one for each list of tensors.
 
-    A table is filled by a kernel whose arguments are the pointers, not copied from the host: such
-    a copy would synchronise, and replaying a captured graph would read a host buffer that is gone.
+    They are filled by a kernel whose arguments are the addresses (2 us), not copied from the host:
+    such a copy would synchronise, and replaying a captured graph would read a host buffer that is
+    gone. Choosing among arguments inside the kernels, without a table, was slower from 9 on.
     """
     num_sources = len(lists[0])
-    if num_sources == 0:
-        return [torch.empty(1, dtype=torch.int64, device=like.device) for _ in lists], 0
-    if num_sources <= MAX_ARGUMENTS:
-        count = -(-num_sources // 4) * 4  # few sizes to compile
-        return [(*tensors, *[tensors[-1]] * (count - num_sources)) for tensors in lists], count
     flat = [tensor for tensors in lists for tensor in tensors]
     table = torch.empty(len(flat) + 128, dtype=torch.int64, device=like.device)
     for start in range(0, len(flat), 128):
         chunk = flat[start : start + 128]
-        count = max(32, triton.next_power_of_2(len(chunk)))
+        count = max(16, triton.next_power_of_2(len(chunk)))
         chunk += [chunk[-1]] * (count - len(chunk))
         _table_kernel[(1,)](table[start:], tuple(chunk), count, num_warps=1)
-    return [table[i * num_sources :] for i in range(len(lists))], 0
+    return [table[i * num_sources :] for i in range(len(lists))]

@@ -1,16 +1,16 @@
-"""Depth mix, forward and backward: one query over S sources, given as separate tensors.
+"""Depth mix over many sources, streamed: one query over S sources, given as separate tensors.
 
 Forward fuses RMS statistics, logits, the online softmax, the weighted sum, the residual and, if
 asked for, the next sublayer's RMSNorm. It reads each source once and writes x: S + 1 passes (+1 for
 a residual or a prior, +1 for the normed output). Saved: per token, source and head a logit, per
-token and source 1/rms, per token and head the log-sum-exp. No [N, D] tensor is saved.
+token and source 1/rms, per token and head the log-sum-exp.
 
-Backward needs delta = dx . mix before it can write any source's gradient. It sweeps the sources
-twice, the second time backwards while the row is still in L1 or L2, so that device memory sees each
-source once: read dx and S sources, write S gradients, 2S + 1 passes. Where a token's rows are too
-many bytes to stay there, and x itself is the mix, delta comes from x instead (FROM_MIX) and one
-sweep is enough, 2S + 2 passes; the rounding of x is taken out of the query gradient afterwards.
-Query gradients are summed per program in registers and over programs in a second stage.
+Backward needs delta = dx . mix before it can write any source's gradient. Where x is the mix, delta
+comes from x (FROM_MIX) and one sweep is enough. x rounded to bf16 is not good enough for that: the
+error of delta, coherent over a row, exceeded the error budget. So forward also keeps the next 16
+bits of x: S + 2 passes, and 2S + 3 in backward. Elsewhere the sources are swept twice, the
+second time backwards while the row may still be in L2. Query gradients are summed per program in
+registers and over programs in a second stage.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from depthroute.ops._triton.blocks import (
     dot_tiles,
     load_row,
     load_tiles,
+    low_bits,
     over_norm_group,
     over_sources,
     pointers,
     square_and_dot,
     store_row,
     tile_mask,
+    with_low_bits,
     zero_row,
 )
 
@@ -43,6 +45,7 @@ def mix_forward_kernel(
     p_prior_lse,
     p_norm_weight,
     p_x,
+    p_low,
     p_y,
     p_rstd,
     p_logits,
@@ -56,10 +59,10 @@ def mix_forward_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
-    COUNT: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_LOW: tl.constexpr,
     CENTERED: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     BS: tl.constexpr,
@@ -67,7 +70,7 @@ def mix_forward_kernel(
     BC: tl.constexpr,
     NT: tl.constexpr,
     STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GPU: tl.constexpr,
 ):
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
@@ -92,9 +95,9 @@ def mix_forward_kernel(
         for n in tl.range(0, S, BS, num_stages=STAGES):
             o_n = n + tl.arange(0, BS)
             m_n = (o_n < S)[:, None, None]
-            p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)[:, None, None]
+            p = pointers(p_sources, tl.minimum(o_n, S - 1), DTYPE)[:, None, None]
             b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_first")
-            b_square, b_dot = square_and_dot(b_s, b_q, NT, PAIRED)
+            b_square, b_dot = square_and_dot(b_s, b_q, NT, GPU)
             b_rstd = tl.rsqrt(over_norm_group(b_square, SLICE_NORM) / (D // NORMS) + eps)
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
             o_stat = i_row * S + o_n[:, None, None]
@@ -136,6 +139,11 @@ def mix_forward_kernel(
                 x = x + (b_residual[j] * scale + b_x[j],)
             b_x = x
         store_row(p_x + i_row * D, b_x, H, DH, HB, BC, NT)
+        if HAS_LOW:
+            low = ()
+            for j in tl.static_range(NT):
+                low = low + (low_bits(b_x[j], p_x.dtype.element_ty),)
+            store_row(p_low + i_row * D, low, H, DH, HB, BC, NT)
         if HAS_NORM:
             rounded = ()
             for j in tl.static_range(NT):
@@ -158,8 +166,10 @@ def mix_backward_kernel(
     p_carried,
     p_grad,
     p_grad_y,
+    p_grad_state,
     p_query,
     p_x,
+    p_low,
     p_prior,
     p_prior_lse,
     p_norm_weight,
@@ -167,7 +177,7 @@ def mix_backward_kernel(
     p_logits,
     p_lse,
     p_norm_rstd,
-    p_dresidual,
+    p_dstate,
     p_dprior,
     p_dprior_lse,
     p_dquery,
@@ -178,9 +188,9 @@ def mix_backward_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
-    COUNT: tl.constexpr,
     HAS_GRAD: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
+    HAS_GRAD_STATE: tl.constexpr,
+    WRITES_STATE: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_CARRIED: tl.constexpr,
@@ -192,6 +202,7 @@ def mix_backward_kernel(
     BC: tl.constexpr,
     NT: tl.constexpr,
     STAGES: tl.constexpr,
+    GPU: tl.constexpr,
 ):
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
@@ -232,37 +243,48 @@ def mix_backward_kernel(
             # x = scale * mix, so the unscaled gradient times x is delta
             if not HAS_NORM:
                 b_x = load_row(p_x + i_row * D, H, DH, HB, BC, NT)
-            b_delta = dot_tiles(b_dx, b_x, NT)
+            x = ()
+            for j in tl.static_range(NT):
+                o_c = j * BC + tl.arange(0, BC)[None, None, :]
+                m_c = tile_mask(o_h, o_c, H, DH)
+                b_low = tl.load(p_low + i_row * D + (o_h * DH + o_c), m_c, 0)
+                x = x + (with_low_bits(b_x[j], b_low, p_x.dtype.element_ty),)
+            b_delta = dot_tiles(b_dx, x, NT)
         b_dx = dx
-        if HAS_RESIDUAL:
-            store_row(p_dresidual + i_row * D, b_dx, H, DH, HB, BC, NT)
+        if WRITES_STATE:
+            b_dstate = b_dx
+            if HAS_GRAD_STATE:
+                b_g = load_row(p_grad_state + i_row * D, H, DH, HB, BC, NT)
+                dstate = ()
+                for j in tl.static_range(NT):
+                    dstate = dstate + (b_dx[j] + b_g[j],)
+                b_dstate = dstate
+            store_row(p_dstate + i_row * D, b_dstate, H, DH, HB, BC, NT)
         b_lse = tl.load(p_lse + i_row * H + o_h, m_h, 0.0)
         count = S
-        b_exact = tl.zeros([1, HB, 1], tl.float32)
-        b_mean_key = zero_row(HB, BC, NT)
         if HAS_PRIOR:
             count = S + 1
             b_prior = load_row(p_prior + i_row * D, H, DH, HB, BC, NT)
             b_prior_alpha = tl.exp(tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0) - b_lse)
             b_prior_u = dot_tiles(b_dx, b_prior, NT)
-            b_exact += b_prior_alpha * b_prior_u
         if not FROM_MIX:
+            if HAS_PRIOR:
+                b_delta += b_prior_alpha * b_prior_u
             for n in tl.range(0, S, BS, num_stages=STAGES):
                 o_n = n + tl.arange(0, BS)
                 m_n = (o_n < S)[:, None, None]
-                p = pointers(p_sources, tl.minimum(o_n, S - 1), COUNT, DTYPE)[:, None, None]
+                p = pointers(p_sources, tl.minimum(o_n, S - 1), DTYPE)[:, None, None]
                 b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_last")
                 o_stat = (i_row * S + o_n[:, None, None]) * H + o_h
                 b_logit = tl.load(p_logits + o_stat, m_n & m_h, float("-inf"))
                 b_u = dot_tiles(b_s, b_dx, NT)
-                b_exact += over_sources(tl.exp(b_logit - b_lse) * b_u, BS)
-            b_delta = b_exact
+                b_delta += over_sources(tl.exp(b_logit - b_lse) * b_u, BS)
         num_blocks = (S + BS - 1) // BS
         for i in tl.range(0, num_blocks, num_stages=STAGES):
             o_n = (num_blocks - 1 - i) * BS + tl.arange(0, BS)  # newest in the cache first
             m_n = (o_n < S)[:, None, None]
             i_n = tl.minimum(o_n, S - 1)
-            p = pointers(p_sources, i_n, COUNT, DTYPE)[:, None, None]
+            p = pointers(p_sources, i_n, DTYPE)[:, None, None]
             b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_first")
             o_stat = i_row * S + o_n[:, None, None]
             b_logit = tl.load(p_logits + o_stat * H + o_h, m_n & m_h, 0.0)
@@ -279,11 +301,11 @@ def mix_backward_kernel(
             b_weight = b_alpha
             if CENTERED:
                 b_weight = b_alpha - 1.0 / count
-            p = pointers(p_outputs, i_n, COUNT, DTYPE)[:, None, None] + i_row * D
+            p = pointers(p_outputs, i_n, DTYPE)[:, None, None] + i_row * D
             if HAS_CARRIED:
-                p_c = pointers(p_carried, i_n, COUNT, DTYPE)[:, None, None] + i_row * D
+                p_c = pointers(p_carried, i_n, DTYPE)[:, None, None] + i_row * D
                 b_c = load_tiles(p_c, m_n, H, DH, HB, BC, NT, "evict_first")
-            dq, mean_key = (), ()
+            dq = ()
             for j in tl.static_range(NT):
                 o_c = j * BC + tl.arange(0, BC)[None, None, :]
                 b = b_s[j].to(tl.float32)
@@ -294,18 +316,6 @@ def mix_backward_kernel(
                 o = o_h * DH + o_c
                 tl.store(p + o, b_out.to(DTYPE), m, eviction_policy="evict_first")
                 dq = dq + (b_dq[j] + over_sources(b_through * b, BS),)
-                if FROM_MIX:
-                    b_key = over_sources(b_alpha * b_rstd * b, BS)
-                    mean_key = mean_key + (b_mean_key[j] + b_key,)
-            b_dq = dq
-            if FROM_MIX:
-                b_mean_key = mean_key
-                b_exact += over_sources(b_alpha * b_u, BS)
-        if FROM_MIX:
-            # ds was alpha (u - delta) with a rounded delta; put the difference right
-            dq = ()
-            for j in tl.static_range(NT):
-                dq = dq + (b_dq[j] + (b_delta - b_exact) * b_mean_key[j],)
             b_dq = dq
         if HAS_PRIOR:
             b_weight = b_prior_alpha
@@ -315,7 +325,7 @@ def mix_backward_kernel(
             for j in tl.static_range(NT):
                 dprior = dprior + (b_weight * b_dx[j],)
             store_row(p_dprior + i_row * D, dprior, H, DH, HB, BC, NT)
-            b_dlse = b_prior_alpha * (b_prior_u - b_exact)
+            b_dlse = b_prior_alpha * (b_prior_u - b_delta)
             tl.store(p_dprior_lse + i_row * H + o_h, b_dlse, m_h)
     store_row(p_dquery + i_program.to(tl.int64) * D, b_dq, H, DH, HB, BC, NT)
     if HAS_NORM:
