@@ -150,6 +150,20 @@ class Plan:
             return place == 0 and index < self.num_sublayers and bool(self.depth_sources(layer))
         return self.is_gated and self.reads_mix(index)
 
+    def scale(self, index: int) -> float:
+        """What the mix is multiplied by, so that the sources' mean is their sum at the start."""
+        if not self.is_scale_preserving:
+            return 1.0
+        count = self.num_sources(index)
+        return count / (count + 1) if self.is_additive else float(count)
+
+    def fuses(self, index: int) -> bool:
+        """Whether this place is a softmax over deltas and nothing else, which one kernel can do
+        together with the push before it. Phase 1 of a group needs that push done."""
+        simple = self.sources == "delta" and self.has_query(index) and not self.has_gate(index)
+        simple = simple and self.keeps_state == (self.is_additive or self.is_centered)
+        return simple and index < self.num_sublayers and not self.opens_group(index)
+
     def has_site(self, index: int) -> bool:
         return self.has_query(index) or self.has_gate(index)
 

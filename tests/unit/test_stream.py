@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils import _pytree as pytree
 
-from depthroute import nn
+from depthroute import nn, ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
 
@@ -223,3 +223,63 @@ def test_a_depth_memory_holds_what_later_layers_need_and_survives_a_round_trip(s
             assert all(a is b for a, b in zip(again.keys, memory.keys, strict=True))
             assert all(a is b for a, b in zip(again.values, memory.values, strict=True))
     assert memories[-1].keys == ()
+
+
+FUSED = {
+    "delta": {"method": "delta"},
+    "delta block": {"method": "delta", "block_size": 2},
+    "delta block with its partial sum": {"method": "delta", "block_size": 3, "init": "complete"},
+    "delta centred": {"method": "delta", "block_size": 2, "init": "centered"},
+    "attnres": {"method": "attnres"},
+    "attnres block": {"method": "attnres", "num_blocks": 2},
+    "attnres in two phases": {"method": "attnres", "evaluation": "two_phase", "group_size": 3},
+    "delta in two phases": {"method": "delta", "evaluation": "two_phase", "group_size": 4},
+    "delta without the embedding": {"method": "delta", "embedding_source": False},
+    "cumulative": {"method": "delta", "sources": "cumulative"},
+    "gated": {"method": "delta", "block_size": 2, "init": "gate", "include_partial": False},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatch):
+    """Where a kernel does push, mix and norm at once, the numbers are those of doing them apart."""
+    plan = RoutingConfig(**FUSED[name]).resolve(4, width=WIDTH)
+    torch.manual_seed(0)
+    sites = nn.Sites(plan, WIDTH)
+    for parameter in sites.parameters():
+        torch.nn.init.normal_(parameter)
+    weight = torch.rand(WIDTH, requires_grad=True)
+    embedding = torch.randn(2, 3, WIDTH, requires_grad=True)
+    norm = nn.PreNorm(lambda x: ops.reference.rms_norm(x, weight, 1e-5), weight, 1e-5)
+
+    def run() -> tuple[torch.Tensor, int, list[torch.Tensor]]:
+        stream = nn.ResidualStream.start(embedding, plan, sites=sites)
+        waited = 0
+        for index in range(plan.num_sublayers):
+            x, stream = stream.take(sites.at(index), norm)
+            stream = stream.push(torch.tanh(x) * (1 + index))
+            waited += stream.pending is not None
+            if index == 4:  # looked at in the middle, as checkpointing and pipelines do
+                middle = stream.value, [*stream.visible()], stream.tensors()
+                stream = pytree.tree_unflatten(*pytree.tree_flatten(stream))
+                for a, b in zip(middle[2], stream.tensors(), strict=True):
+                    assert_close(a, b)
+        out = stream.finish(sites.at(stream.index))
+        leaves = [embedding, weight, *sites.parameters()]
+        grads = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+        return out, waited, [g for g in grads if g is not None]
+
+    apart, none, expected = run()
+    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda held, count: True)
+    together, waited, found = run()
+    assert none == 0
+    assert (waited > 0) == any(plan.fuses(i) for i in range(1, plan.num_sublayers))
+    assert_close(together, apart)
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
+
+
+def test_most_places_of_block_methods_are_one_kernel():
+    plan = RoutingConfig("delta", num_blocks=4).resolve(28)
+    assert sum(plan.fuses(i) for i in range(56)) == 42  # the first block has nothing to choose
+    assert sum(RoutingConfig("attnres", num_blocks=8).resolve(28).fuses(i) for i in range(56)) == 55

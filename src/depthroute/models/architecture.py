@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from depthroute.errors import ConfigError
@@ -63,6 +65,33 @@ class Architecture:
 
     def sublayers(self, config: Any) -> tuple[str, ...]:
         return ("block",) if self.is_parallel(config) else ("attention", "mlp")
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """Of an RMSNorm, which families keep under one of two names."""
+    return getattr(norm, "variance_epsilon", None) or norm.eps  # pyright: ignore
+
+
+@cache
+def rms_norm_offset(cls: type[nn.Module]) -> float | None:
+    """b if ``cls`` computes (weight + b) x / rms(x) for b of 0 or 1, else None.
+
+    Found by trying: families write the same norm in many ways, and a name promises nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            norm = cls(16).float()
+            norm.weight.copy_(torch.randn(16, generator=generator))  # pyright: ignore
+            x = torch.randn(4, 16, generator=generator) * 1e-3  # small, so that eps is seen
+            found, eps = norm(x), norm_eps(norm)
+            xhat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+            for offset in (0.0, 1.0):
+                if torch.allclose(found, (norm.weight + offset) * xhat, rtol=1e-5, atol=1e-6):
+                    return offset
+    except (TypeError, AttributeError, RuntimeError):
+        pass
+    return None
 
 
 def _kimi_arguments(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ A transformers decoder computes embeddings, masks and rotary tables, runs
 value it hands from layer to layer is a :class:`LayerState` holding the residual stream, so every
 family keeps its own preamble, cache and head, and this file holds the only layer body:
 
-    x, stream = stream.take(site)
-    stream    = stream.push(sublayer(norm(x)))
+    x, stream = stream.take(site, norm)
+    stream    = stream.push(sublayer(x))
 
 The classes are made from the family's own (``RoutedLlamaDecoderLayer`` is a ``LlamaDecoderLayer``)
 and share its parameters' names, so checkpoints, PEFT targets and device maps stay valid.
@@ -31,8 +31,10 @@ from depthroute.models.architecture import (
     Architecture,
     Sublayer,
     architecture_for,
+    norm_eps,
+    rms_norm_offset,
 )
-from depthroute.nn import DepthMemory, ResidualStream, Site, Sites
+from depthroute.nn import DepthMemory, PreNorm, ResidualStream, Site, Sites
 from depthroute.plan import Plan
 
 
@@ -77,6 +79,8 @@ class RoutedLayer(nn.Module):
     argument_names: tuple[str, ...]
     """Of the family's layer, after the hidden states, for those who call by position."""
     is_parallel: bool
+    norm_offsets: dict[type, float]
+    """What the pre-norms that are RMSNorms add to their weight, by class."""
     decoder_config: Any
     """The model's configuration, whose attention implementation may change after building."""
     routing: tuple[Sites] | None
@@ -107,26 +111,39 @@ class RoutedLayer(nn.Module):
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(stream, kwargs)
-        x, stream = stream.take(sites.at(stream.index))
+        site, norm = sites.at(stream.index), self._norm(spec.attention)
+        read, stream = stream.take(site, None if self.is_parallel else norm)
+        x = norm.apply(read) if self.is_parallel and norm is not None else read
         if memory is None:
             output = self._attend(x, kwargs)
         else:
-            site = sites.at(stream.index)
             output, memory = self._attend_over_depth(x, kwargs, memory, site)
+        norm = self._norm(spec.mlp)
         if self.is_parallel:  # one read feeds both, and their sum is one delta
+            x = read if norm is None else norm.apply(read)
             stream = stream.push(output + self._run(spec.mlp, x))
         else:
             stream = stream.push(output)
-            x, stream = stream.take(sites.at(stream.index))
+            x, stream = stream.take(sites.at(stream.index), norm)
             stream = stream.push(self._run(spec.mlp, x))
         return LayerState(stream, memory)
+
+    def _norm(self, sublayer: Sublayer) -> PreNorm | None:
+        """A sublayer's pre-norm, with its parameters where the kernels may apply it instead."""
+        if sublayer.norm is None:
+            return None
+        module = getattr(self, sublayer.norm)
+        offset = self.norm_offsets.get(type(module))
+        is_plain = not (module._forward_hooks or module._forward_pre_hooks)
+        if offset is None or not is_plain or hasattr(module.weight, "device_mesh"):
+            return PreNorm(module)
+        weight = module.weight if offset == 0 else module.weight.float() + offset
+        return PreNorm(module, weight, norm_eps(module))
 
     def _run(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Tensor:
         return self._after(sublayer, self._module(sublayer, x, **kwargs))
 
     def _module(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Any:
-        if sublayer.norm is not None:
-            x = getattr(self, sublayer.norm)(x)
         return getattr(self, sublayer.module)(x, **kwargs)
 
     def _after(self, sublayer: Sublayer, output: Any) -> Tensor:
@@ -261,6 +278,7 @@ def install(model: Any, plan: Plan) -> None:
         layer.__class__ = routed_class(type(layer), RoutedLayer)
         layer.architecture = spec
         layer.is_parallel = spec.is_parallel(config)
+        layer.norm_offsets = _norm_offsets(layer, spec)
         layer.decoder_config = config
         layer.routing = None
     layers[0].routing = (sites,)
@@ -281,6 +299,13 @@ def install(model: Any, plan: Plan) -> None:
     for part in (model, decoder):
         names = set(part._no_split_modules or ())
         part._no_split_modules = names | {type(layer).__name__ for layer in layers}
+
+
+def _norm_offsets(layer: nn.Module, spec: Architecture) -> dict[type, float]:
+    names = (spec.attention.norm, spec.mlp.norm)
+    classes = {type(getattr(layer, name)) for name in names if name is not None}
+    found = {cls: rms_norm_offset(cls) for cls in classes}
+    return {cls: offset for cls, offset in found.items() if offset is not None}
 
 
 def _delay_key_norms(attentions: list[Any], spec: Architecture) -> None:
@@ -311,7 +336,7 @@ def uninstall(model: Any) -> None:
         key_norm = getattr(attention, "k_norm", None)
         if isinstance(key_norm, depth_attention.LateNorm):
             key_norm.__class__ = type(key_norm).__mro__[2]
-        for name in ("architecture", "is_parallel", "decoder_config", "routing"):
+        for name in ("architecture", "is_parallel", "norm_offsets", "decoder_config", "routing"):
             delattr(layer, name)
     del decoder.routing
     for part in (model, decoder):

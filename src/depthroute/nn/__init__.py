@@ -2,6 +2,6 @@
 
 from depthroute.nn.memory import DepthMemory
 from depthroute.nn.site import Site, Sites
-from depthroute.nn.stream import Observer, ResidualStream
+from depthroute.nn.stream import Observer, PreNorm, ResidualStream
 
-__all__ = ["DepthMemory", "Observer", "ResidualStream", "Site", "Sites"]
+__all__ = ["DepthMemory", "Observer", "PreNorm", "ResidualStream", "Site", "Sites"]

@@ -89,6 +89,29 @@ class Site(nn.Module):
             sources, *self._arguments(residual), head_norm=self.head_norm, **options
         )
 
+    def boundary(
+        self,
+        output: Tensor | None,
+        sources: Sequence[Tensor],
+        residual: Tensor | None,
+        partial: Tensor | None,
+        **options: Any,
+    ) -> ops.Boundary:
+        """Push ``output``, mix and norm at once; see :func:`depthroute.ops.depth_boundary`."""
+        query, gain, _, eps, heads = self._arguments(None)
+        return ops.depth_boundary(
+            output,
+            sources,
+            query,
+            gain,
+            residual,
+            partial,
+            eps,
+            heads,
+            head_norm=self.head_norm,
+            **options,
+        )
+
     def _arguments(self, residual: Tensor | None) -> tuple[Any, ...]:
         assert self.query is not None, "this site has a gate alone"
         return self.query, self.key_weight, residual, self.eps, self.heads

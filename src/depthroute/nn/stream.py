@@ -7,12 +7,17 @@
 ``read`` changes nothing and ``push`` returns a new stream, so activation checkpointing may run a
 layer twice, ``torch.compile`` can trace it and a pipeline stage can send it. A stream is a pytree:
 its tensors are leaves, its plan and position are structure.
+
+Where the kernels can do a whole boundary at once (:func:`depthroute.ops.depth_boundary`), ``push``
+only notes the output and the next ``take`` adds it, mixes and applies the pre-norm. Every other way
+of looking at a stream sees the output added.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +40,15 @@ class Observer(Protocol):
     def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None: ...
 
 
+class PreNorm(NamedTuple):
+    """The norm that a sublayer applies to what it reads."""
+
+    apply: Callable[[Tensor], Tensor]
+    weight: Tensor | None = None
+    """The factor of an RMSNorm, which the kernels can then apply; None leaves it to ``apply``."""
+    eps: float = 0.0
+
+
 @dataclass(frozen=True)
 class ResidualStream:
     plan: Plan
@@ -46,6 +60,8 @@ class ResidualStream:
     """Sum of the current block's outputs so far."""
     state: Tensor | None = None
     """The plain residual sum, where the method needs it."""
+    pending: Tensor | None = None
+    """The last output, noted but not yet added to the others."""
     priors: tuple[tuple[Tensor, Tensor], ...] = ()
     """Phase-1 output and log-sum-exp of this and the group's later sublayers."""
     sites: Sites | None = None
@@ -83,6 +99,8 @@ class ResidualStream:
     @property
     def value(self) -> Tensor:
         """The residual state h: kept, or the sum of the sources where they are complete."""
+        if self.pending is not None:
+            return self.settled().value
         if self.state is not None:
             return self.state
         parts = [*self.sources] + ([self.partial] if self.partial is not None else [])
@@ -93,6 +111,8 @@ class ResidualStream:
 
     def visible(self) -> tuple[Tensor, ...]:
         """The sources that the place before sublayer ``index`` reads."""
+        if self.pending is not None:
+            return self.settled().visible()
         at_end = self.index == self.plan.num_sublayers
         if self.partial is not None and (self.plan.include_partial or at_end):
             return (*self.sources, self.partial)
@@ -100,18 +120,86 @@ class ResidualStream:
 
     def read(self, site: Site | None = None) -> Tensor:
         """What the next sublayer receives, before its own norm."""
-        return self._read(site, carries=False)[0]
+        return self.settled()._read(site, carries=False)[0]
 
-    def take(self, site: Site | None = None) -> tuple[Tensor, ResidualStream]:
-        """:meth:`read`, and the stream to go on with.
+    def take(
+        self, site: Site | None = None, norm: PreNorm | None = None
+    ) -> tuple[Tensor, ResidualStream]:
+        """:meth:`read`, through the sublayer's norm if one is given, and the stream to go on with.
 
         The stream holds the same values. Where the kernels can, its sources are those the read
         handed on (:mod:`depthroute.ops.carry`), so that in backward every source's gradient is
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
+        if site is not None and self._fuses(self.index):
+            return self._boundary(site, norm)
         held = self.sources[0] if self.sources else self.state
         assert held is not None
-        return self._read(site, carries=torch.is_grad_enabled() and held.device.type == "cuda")
+        carries = torch.is_grad_enabled() and held.device.type == "cuda"
+        x, after = self.settled()._read(site, carries)
+        return (x if norm is None else norm.apply(x)), after
+
+    def _fuses(self, index: int) -> bool:
+        """Whether the place before sublayer ``index`` is one call of the boundary kernel."""
+        plan, held = self.plan, self.sources[0] if self.sources else self.state
+        return (
+            plan.fuses(index)
+            and self.observer is None
+            and held is not None
+            and ops.fuses_boundary(held, plan.num_sources(index))
+        )
+
+    def _boundary(self, site: Site, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
+        """Push what is pending, mix and apply the norm, in one kernel."""
+        plan, index = self.plan, self.index
+        residual = self.state if plan.is_additive or plan.is_centered else None
+        pushed, partial, is_read = self.pending, self.partial, False
+        sources = self.sources
+        if pushed is None:
+            sources, partial = self.visible(), None
+        else:
+            is_read = plan.num_sources(index) > len(sources)
+        finished, prior = 0, {}
+        if self.priors:
+            finished = plan.num_finished(plan.group(index).start)
+            prior = {"prior": self.priors[0][0], "prior_lse": self.priors[0][1]}
+        fused = norm is not None and norm.weight is not None
+        done = site.boundary(
+            pushed,
+            sources[finished:],
+            residual,
+            partial,
+            reads_last=is_read,
+            scale=plan.scale(index),
+            centered=plan.is_centered,
+            dtype=self._dtype,
+            norm_weight=norm.weight if norm is not None else None,
+            norm_eps=norm.eps if norm is not None else 0.0,
+            **prior,
+        )
+        handed = (*sources[:finished], *done.sources)
+        if pushed is None:
+            after = self._with_visible(handed)
+        else:
+            assert done.last is not None
+            state = self.state if self.state is None else done.state
+            closes = plan.boundary(index)
+            after = replace(
+                self,
+                sources=(*handed, done.last) if closes else handed,
+                partial=None if closes else done.last,
+                state=state,
+                pending=None,
+            )
+        x = done.y if fused else done.x
+        assert x is not None
+        return (x if fused or norm is None else norm.apply(x)), after
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        held = self.sources[0] if self.sources else self.state
+        assert held is not None
+        return held.dtype
 
     def _read(self, site: Site | None, carries: bool) -> tuple[Tensor, ResidualStream]:
         x, after = self._route(site, carries)
@@ -137,9 +225,7 @@ class ResidualStream:
             if plan.has_query(self.index):
                 mix, after = self._mix(site, carries)
             return self.state + site.gate.to(mix.dtype) * mix, after
-        scale = 1.0
-        if plan.is_scale_preserving:
-            scale = count / (count + 1) if plan.is_additive else float(count)
+        scale = plan.scale(self.index)
         if not plan.has_query(self.index):
             x = sources[0] if residual is None else residual + sources[0]
             return (x if scale == 1.0 else x * scale), self
@@ -181,6 +267,8 @@ class ResidualStream:
             )
         if self.observer is not None:
             output = self.observer.on_push(self, output)
+        if self.pending is not None:
+            return self.settled().push(output)
         held = self.state if self.state is not None else self.sources[0]
         if output.shape != held.shape:
             raise DepthrouteError(
@@ -188,6 +276,14 @@ class ResidualStream:
                 f"stream of {tuple(held.shape)}; a sublayer must keep the shape"
             )
         output = output.to(held.dtype)  # under autocast a sublayer's output is narrower
+        noted = replace(self, index=index + 1, pending=output, priors=self.priors[1:])
+        return noted if self._fuses(index + 1) else noted.settled()
+
+    def settled(self) -> ResidualStream:
+        """The stream with a pending output added."""
+        if self.pending is None:
+            return self
+        plan, index, output = self.plan, self.index - 1, self.pending
         state = None if self.state is None else self.state + output
         sources, partial = self.sources, None
         closes = plan.boundary(index + 1)
@@ -204,14 +300,7 @@ class ResidualStream:
             partial = output if self.partial is None else self.partial + output
             if closes:
                 sources, partial = (*sources, partial), None
-        after = replace(
-            self,
-            index=index + 1,
-            sources=sources,
-            partial=partial,
-            state=state,
-            priors=self.priors[1:],
-        )
+        after = replace(self, sources=sources, partial=partial, state=state, pending=None)
         return after._open_group() if plan.opens_group(index + 1) else after
 
     def _open_group(self) -> ResidualStream:
@@ -226,8 +315,8 @@ class ResidualStream:
         options: dict[str, Any] = {"head_norm": self.plan.head_norm}
         arguments = self.sources, queries, gains, self.plan.eps, self.plan.heads
         after = self
-        if torch.is_grad_enabled() and queries.device.type == "cuda":
-            # phase-1 outputs are kept for backward, so they take the room of an activation
+        if queries.device.type == "cuda":
+            # rounded: outputs are kept for backward, and the boundary kernel holds one dtype
             outputs, lses, handed = ops.depth_mix_group_carried(
                 *arguments, dtype=self.sources[0].dtype, **options
             )
@@ -249,9 +338,11 @@ class ResidualStream:
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
-        return replace(self, sources=(), partial=None, state=None, priors=())
+        return replace(self, sources=(), partial=None, state=None, pending=None, priors=())
 
     def tensors(self) -> list[Tensor]:
+        if self.pending is not None:
+            return self.settled().tensors()
         held = [*self.sources]
         held += [t for t in (self.partial, self.state) if t is not None]
         return held + [t for pair in self.priors for t in pair]
@@ -268,7 +359,13 @@ class ResidualStream:
         state = rest.pop(0) if plan.keeps_state else None
         priors = tuple(zip(rest[::2], rest[1::2], strict=True))
         return replace(
-            self, index=index, sources=sources, partial=partial, state=state, priors=priors
+            self,
+            index=index,
+            sources=sources,
+            partial=partial,
+            state=state,
+            pending=None,
+            priors=priors,
         )
 
 

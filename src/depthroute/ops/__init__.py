@@ -11,6 +11,7 @@ from depthroute.ops.carry import (
     depth_boundary,
     depth_mix_carried,
     depth_mix_group_carried,
+    fuses_boundary,
 )
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
@@ -26,6 +27,7 @@ __all__ = [
     "depth_mix_group",
     "depth_mix_group_carried",
     "depth_mix_merge",
+    "fuses_boundary",
     "record_backends",
     "reference",
 ]

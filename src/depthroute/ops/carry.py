@@ -168,6 +168,14 @@ class Boundary(NamedTuple):
     """The sources to hand on."""
 
 
+def fuses_boundary(example: Tensor, num_sources: int) -> bool:
+    """Whether :func:`depth_boundary` over such sources is one kernel, and so worth waiting for."""
+    width = example.shape[-1]
+    if choose("depth_mix", example.device.type, "auto", example.dtype, width).backend != "triton":
+        return False
+    return _triton_mix.resident([example] * num_sources, width)
+
+
 def depth_boundary(
     output: Tensor | None,
     sources: Sequence[Tensor],
