@@ -1,8 +1,8 @@
 """Whole training steps, every method against standard in the same run.
 
 Standard is measured first and again last; the difference between the two is the noise of the run,
-and ratios are what to read. On a CPU in eager mode the methods take turns, step by step, so that
-what else the machine does hits all of them alike.
+and ratios are what to read. On a CPU the methods take turns, step by step, so that what else the
+machine does hits all of them alike; on a GPU there is memory for one at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
 from depthroute.bench import breakdown, gate, precompile, timing
@@ -25,6 +26,7 @@ from depthroute.train.methods import BASELINE, parse_method, parse_methods
 AGAIN = "standard, again"
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
+RECOMPILE_LIMIT = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Trainer:
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.forward = self.model
         if not settings.eager:
-            self.forward = torch.compile(self.model, fullgraph=True)
+            self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
         shape = settings.batch_size, settings.sequence_length
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
         self.times: list[float] = []
@@ -146,12 +148,12 @@ def run(
             record.values["precompiled"] = precompile.steps(
                 settings.to_dict(), names, num_processes, record.say
             )
-    takes_turns = settings.eager and device.type == "cpu"
-    groups = [list(methods)] if takes_turns else [[job] for job in methods]
+    groups = [list(methods)] if device.type == "cpu" else [[job] for job in methods]
     for group in groups:
         timing.forget()
-        for row in measured(group, settings, steps, profile):
-            finish(row, record)
+        with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
+            for row in measured(group, settings, steps, profile):
+                finish(row, record)
 
 
 def measured(
@@ -164,7 +166,9 @@ def measured(
         try:
             trainer = Trainer(settings, label, routing)
             before = precompile.counts()
-            rows[label]["warmup_s"] = trainer.warm_up()
+            with ops.record_backends() as ran:
+                rows[label]["warmup_s"] = trainer.warm_up()
+            rows[label]["ran"] = {f"{op}, {backend}": n for (op, backend), n in ran.items()}
             rows[label]["compiler_caches"] = precompile.counts(since=before)
             rows[label]["peak_gb"] = timing.peak_gb(trainer.device, trainer.step)
             trainers.append(trainer)

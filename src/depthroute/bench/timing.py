@@ -8,6 +8,7 @@ could be moved over the time, as a fraction of the bytes per second of a plain c
 from __future__ import annotations
 
 import gc
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -28,16 +29,17 @@ MAX_REPEATS, MIN_REPEATS = 100, 8
 
 def device_of(name: str, command: str, *, cpu: bool) -> torch.device:
     """The device to measure on; an error says what can be measured without a GPU."""
-    if name not in ("auto", "cpu") and torch.device(name).type != "cuda":
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise DepthrouteError(f"--device {name!r}: give auto, cpu, cuda or cuda:N")
-    has_cuda = torch.cuda.is_available()
-    if (name == "auto" and has_cuda) or name.startswith("cuda"):
-        if has_cuda:
-            device = torch.device("cuda" if name == "auto" else name)
-            torch.cuda.set_device(device.index or 0)
-            return device
-    elif cpu and name == "cpu":
+    if cpu and name == "cpu":
         return torch.device("cpu")
+    if name != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda" if name == "auto" else name)
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise DepthrouteError(f"--device {name}: there are {count} CUDA devices, from cuda:0")
+        torch.cuda.set_device(device.index or 0)
+        return device
     hint = "`depthroute bench step --device cpu --preset tiny` and `bench decode --device cpu "
     raise DepthrouteError(
         f"bench {command} measures a CUDA device and "

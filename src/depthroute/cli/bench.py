@@ -168,7 +168,7 @@ def step(
 ) -> None:
     """Whole training steps: speed and peak memory of every method relative to standard.
 
-    On a CPU use `--device cpu --preset tiny --eager`: the methods then take turns.
+    On a CPU (`--device cpu --preset tiny`, perhaps with `--eager`) the methods take turns.
     """
     from depthroute.bench import step as stepping
 
