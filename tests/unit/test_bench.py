@@ -310,11 +310,16 @@ def test_an_edit_of_the_source_is_another_cache(monkeypatch, tmp_path):
     assert precompile.source_hash() != before
 
 
-def test_a_cache_that_the_user_chose_is_kept(monkeypatch):
+def test_a_cache_that_the_user_chose_is_kept_and_torchs_default_is_not(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
     monkeypatch.setenv(precompile.CACHE_VARIABLE, "/somewhere/else")
     assert precompile.use_own_caches() == "/somewhere/else"
     monkeypatch.delenv(precompile.CACHE_VARIABLE)
-    assert precompile.source_hash() in precompile.use_own_caches()
+    cache_dir()  # which sets the variable to its default
+    own = precompile.use_own_caches()
+    assert own.endswith(precompile.source_hash())
+    assert cache_dir() == own
 
 
 def test_a_process_that_fails_to_compile_is_reported_and_costs_nothing_else():

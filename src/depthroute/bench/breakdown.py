@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -33,11 +35,12 @@ def our_kernels() -> frozenset[str]:
     """Names of this library's Triton kernels, as the profiler shows them."""
     try:
         import triton
-
-        from depthroute.ops._triton import attention, group, layout, mix
     except ImportError:
         return frozenset()
-    modules = (attention, group, layout, mix)
+    from depthroute.ops import _triton
+
+    names = [module.name for module in pkgutil.iter_modules(_triton.__path__)]
+    modules = [importlib.import_module(f"{_triton.__name__}.{name}") for name in names]
     return frozenset(
         name
         for module in modules

@@ -42,8 +42,14 @@ def source_hash() -> str:
 
 
 def use_own_caches() -> str:
-    """Point torch at a cache folder of this very source, unless the user has chosen one."""
-    if CACHE_VARIABLE not in os.environ:
+    """Point torch at a cache folder of this very source, unless the user has chosen one.
+
+    Torch itself puts its default into the environment as soon as it asks for it, so the default
+    there is nobody's choice.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
         try:
             user = getpass.getuser()
         except (KeyError, OSError):
