@@ -193,6 +193,35 @@ def test_the_best_setting_of_each_kernel_is_kept():
             assert 4 <= len(found) == len(set(found)) <= 40
 
 
+def test_a_setting_that_changes_the_result_is_not_timed():
+    x = torch.randn(50, 8)
+    tuning.require_same([x * (1 + 1e-3 * torch.randn_like(x))], [x])
+    for wrong in (x * 1.02, x * float("nan")):
+        with pytest.raises(ArithmeticError, match="not timed"):
+            tuning.require_same([wrong], [x])
+
+
+def test_a_device_that_is_lost_ends_the_run_with_what_there_is(monkeypatch):
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
+
+    def lost(device):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(timing, "synchronise", lost)
+
+    def breaks(sources, query):
+        raise RuntimeError("illegal memory access")
+
+    makers = {"depthroute": (None, lambda: peers.Contender("depthroute", None, breaks))}
+    monkeypatch.setattr(peers, "MAKERS", makers)
+    monkeypatch.setattr(operators, "num_tokens", lambda sources: 8)
+    record = Record("ops", {}, say=quiet)
+    shapes = [(2, 16), (3, 16)]
+    operators.run(record, CPU, shapes=shapes, peer_shapes=[], names=[], seconds=60)
+    assert [row["status"] for row in record.rows] == ["failed"]
+    assert "lost the device" in record.values["failures"][0]
+
+
 # peers, as far as they can be asked without being installed
 
 

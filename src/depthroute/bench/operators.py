@@ -71,17 +71,20 @@ def run(
     if num_processes > 0:
         wanted = [[n, *shape] for n, shape in jobs if n != "torch.compile"]
         record.values["precompiled"] = precompile.operators(wanted, num_processes, record.say)
-    record.values["ceiling"] = timing.copy_ceiling(device)
-    record.say(f"copy ceiling {record.values['ceiling'] / 1e12:.2f} TB/s")
+    ceiling = record.values["ceiling"] = timing.copy_ceiling(device)
+    record.say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
     for name, (sources, width) in jobs:
         row: dict[str, Any] = {"who": name, "version": contenders[name].version, "S": sources}
         row |= {"N": num_tokens(sources), "D": width, "stacks": contenders[name].stacks}
         if name != peers.OURS and time.monotonic() - started > seconds:
             row |= {"status": "not reached", "reason": f"--seconds {seconds:g} had passed"}
         else:
-            row |= measure(
-                contenders[name], sources, row["N"], width, record.values["ceiling"], device
-            )
+            try:
+                row |= measure(contenders[name], sources, row["N"], width, ceiling, device)
+            except RuntimeError as error:  # after an error that the device does not survive
+                record.add(row | {"status": "failed", "reason": one_line(error)})
+                record.fail(f"{name}, S {sources} D {width} lost the device: {one_line(error)}")
+                return
         record.say(line(row))
         if name == peers.OURS and row["status"] != "timed":
             record.fail(f"S {sources} D {width}: {row['reason']}")
@@ -121,7 +124,7 @@ def measure(
             row["reason"] = str(verdict)
         return row | {"status": "timed"} | time_mix(contender.mix, given, ceiling, device)
     except Exception as error:
-        timing.synchronise(device)  # a device that was lost ends the run here
+        timing.synchronise(device)  # raises if the device was lost, which ends the run
         return {"status": "failed", "reason": one_line(error)}
 
 

@@ -1,4 +1,8 @@
-"""Launch settings of the depth-mix kernels, timed one by one."""
+"""Launch settings of the depth-mix kernels, timed one by one.
+
+The settings in use pass the gate first; every other one has to give what they give, but for the
+order of its sums.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthroute import ops
 from depthroute.bench import gate, timing
 from depthroute.bench.operators import Shape, num_tokens
 from depthroute.bench.record import Record, one_line
 
 Setting = tuple[int, int, int, int]
 """Sources at a time, warps, stages, programs per multiprocessor."""
+Launched = Callable[[], Sequence[Tensor]]
+SAME_RESULT = 0.01
+"""Relative; two orders of summation, rounded to bf16, differ by some 0.002."""
 
 
 def power_of_two(n: int) -> int:
@@ -41,22 +49,23 @@ def backward_settings(width: int) -> Iterator[Setting]:
                 yield at_once, warps, 2, max(1, 16 // warps)
 
 
-def launches(sources: int, width: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """One launch of each direction, as autograd makes it, through the public operator."""
-    from depthroute import ops
+def triton_mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
+    return ops.depth_mix(sources, query, backend="triton")
 
-    given = gate.draw(sources, num_tokens(sources), width, device)
+
+def launches(given: gate.Draw, device: torch.device) -> dict[str, Launched]:
+    """One launch of each direction, as autograd makes it, through the public operator."""
     stream = timing.capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        x = ops.depth_mix(given.sources, given.query, backend="triton")
+        x = triton_mix(given.sources, given.query)
     torch.cuda.current_stream().wait_stream(stream)
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return ops.depth_mix(given.sources, given.query, backend="triton")
+    @torch.no_grad()
+    def forward() -> Sequence[Tensor]:
+        return [triton_mix(given.sources, given.query)]
 
-    def backward() -> object:
+    def backward() -> Sequence[Tensor]:
         return torch.autograd.grad(x, [*given.sources, given.query], given.grad, retain_graph=True)
 
     return {"forward": forward, "backward": backward}
@@ -66,8 +75,14 @@ def run(record: Record, device: torch.device, *, shapes: Sequence[Shape], second
     started = time.monotonic()
     record.values["ceiling"] = timing.copy_ceiling(device)
     for sources, width in shapes:
+        given = gate.draw(sources, num_tokens(sources), width, device)
+        verdict = gate.check(triton_mix, given)
+        if not verdict.holds:
+            record.fail(f"S {sources} D {width}: not tuned: {verdict}")
+            continue
         one_pass = num_tokens(sources) * width * 2
-        for kernel, function in launches(sources, width, device).items():
+        for kernel, function in launches(given, device).items():
+            expected = function()
             is_forward = kernel == "forward"
             passes = sources + 1 if is_forward else 2 * sources + 1
             timed: list[tuple[float, Setting]] = []
@@ -79,7 +94,7 @@ def run(record: Record, device: torch.device, *, shapes: Sequence[Shape], second
                 row: dict[str, Any] = {"S": sources, "D": width, "kernel": kernel}
                 row["setting"] = list(setting)
                 try:
-                    row["ms"] = time_setting(function, setting, device)
+                    row["ms"] = time_setting(function, setting, expected, device)
                     row["frac"] = timing.fraction(
                         passes * one_pass, row["ms"], record.values["ceiling"]
                     )
@@ -94,11 +109,21 @@ def run(record: Record, device: torch.device, *, shapes: Sequence[Shape], second
         timing.forget()
 
 
-def time_setting(function: Callable[[], object], setting: Setting, device: torch.device) -> float:
+def time_setting(
+    function: Launched, setting: Setting, expected: Sequence[Tensor], device: torch.device
+) -> float:
     from depthroute.ops._triton import layout
 
     with layout.forced(layout.Launch(*setting)):
+        require_same(function(), expected)
         return timing.median_ms(function, device, 20.0)
+
+
+def require_same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for g, e in zip(got, expected, strict=True):
+        off = ((g.float() - e.float()).norm() / e.float().norm()).item()
+        if not off <= SAME_RESULT:
+            raise ArithmeticError(f"its result is {off:.1e} off, so it is not timed")
 
 
 def best_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
