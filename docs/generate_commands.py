@@ -16,20 +16,31 @@ PAGE = Path(__file__).parent / "commands.md"
 HEAD = """# Commands
 
 Generated from the code by `python docs/generate_commands.py`; a test keeps it up to date. Every
-command exits with status 0, or with 2 and a one-line error that says what to change. With `--json`
-the result alone is on standard output; progress is on standard error.
+command exits with status 0, or with 2 and a one-line error that says what to change; `bench` exits
+with 1 if anything it checked or measured failed, after the rest. With `--json` the result alone is
+on standard output; progress is on standard error.
 """
 WORDS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 def page() -> str:
-    commands = {c.name or c.callback.__name__: c for c in app.registered_commands if c.callback}
+    commands = named_commands()
     listing = [
-        f"- [`{name}`](#{name}): {inspect.cleandoc(c.callback.__doc__).splitlines()[0]}"
+        f"- [`{name}`](#{name.replace(' ', '-')}): "
+        f"{inspect.cleandoc(c.callback.__doc__).splitlines()[0]}"
         for name, c in commands.items()
     ]
     sections = [_section(name, command) for name, command in commands.items()]
     return "\n".join([HEAD, "\n".join(listing) + "\n", *sections])
+
+
+def named_commands() -> dict[str, Any]:
+    """Every command under the name it is called by, such as ``train`` or ``bench step``."""
+    found = {c.name or c.callback.__name__: c for c in app.registered_commands if c.callback}
+    for group in app.registered_groups:
+        for c in group.typer_instance.registered_commands:
+            found[f"{group.name} {c.name or c.callback.__name__}"] = c
+    return found
 
 
 def _section(name: str, command: Any) -> str:

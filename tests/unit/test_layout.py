@@ -25,9 +25,10 @@ ORDER = [
     {"train"},
     {"evaluate"},
     {"diagnostics"},
+    {"bench"},
     {"cli", "__main__"},
 ]
-MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "train", "diagnostics", "presets", "cli"}
+MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "train", "diagnostics", "presets", "bench", "cli"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
 

@@ -4,7 +4,7 @@ One module per group of commands; importing it registers them. Imports that need
 inside the commands, so that `--help` is quick.
 """
 
-from depthroute.cli import about, compare, convert, evaluate, look, train
+from depthroute.cli import about, bench, compare, convert, evaluate, look, train
 from depthroute.cli.app import app, main
 
-__all__ = ["about", "app", "compare", "convert", "evaluate", "look", "main", "train"]
+__all__ = ["about", "app", "bench", "compare", "convert", "evaluate", "look", "main", "train"]

@@ -1,0 +1,113 @@
+"""Where the time of one step goes: kernels by what they do, from torch's profiler."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OURS = "depthroute"
+WORDS = {
+    "optimiser": ("adam", "fusedoptimizer", "multi_tensor_apply", "optimizer"),
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "GEMM": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem", "triton_mm",
+             "aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "mkldnn"),
+    "loss": ("cross_entropy", "nll_loss", "log_softmax"),
+    "inductor": ("triton_", "compiledfxgraph", "compiledfunction", "torch-compiled region"),
+    "copy": ("memcpy", "memset", "copy_"),
+}  # fmt: skip
+"""Of a name in lower case, the first group with a word in it; :data:`OURS` comes before them all.
+``inductor`` is what the compiler fused: norms, activations, additions."""
+GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
+TOP = 15
+
+
+@cache
+def our_kernels() -> frozenset[str]:
+    """Names of this library's Triton kernels, as the profiler shows them."""
+    try:
+        import triton
+    except ImportError:
+        return frozenset()
+    from depthroute.ops import _triton
+
+    names = [module.name for module in pkgutil.iter_modules(_triton.__path__)]
+    modules = [importlib.import_module(f"{_triton.__name__}.{name}") for name in names]
+    return frozenset(
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, triton.runtime.JITFunction)
+    )
+
+
+def category(name: str) -> str:
+    if name.startswith("depthroute::") or name in our_kernels():
+        return OURS
+    lower = name.lower()
+    for group, words in WORDS.items():
+        if any(word in lower for word in words):
+            return group
+    return "other"
+
+
+def of(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """One step under the profiler; milliseconds by category and the longest names."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if device.type != "cuda":
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            step()
+        averages = profiler.key_averages()
+        return summarise((e.key, e.self_cpu_time_total / 1e3, e.count) for e in averages)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return summarise(
+        (e["name"], e["dur"] / 1e3, 1) for e in events if e.get("cat") in GPU_EVENTS and "dur" in e
+    )
+
+
+def summarise(events: Iterable[tuple[str, float, int]]) -> dict[str, Any]:
+    """Of (name, milliseconds, count)."""
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, milliseconds, count in events:
+        by_name[name][0] += milliseconds
+        by_name[name][1] += count
+    groups: dict[str, float] = defaultdict(float)
+    ours: dict[str, dict[str, float]] = {}
+    for name, (milliseconds, count) in by_name.items():
+        groups[category(name)] += milliseconds
+        if category(name) == OURS:
+            ours[name] = {"ms": milliseconds, "count": count}
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:TOP]
+    return {
+        "total_ms": sum(groups.values()),
+        "by_category_ms": dict(sorted(groups.items(), key=lambda item: -item[1])),
+        OURS: ours,
+        "longest": [
+            {"name": name[:160], "ms": ms, "count": count, "category": category(name)}
+            for name, (ms, count) in longest
+        ],
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    parts = [f"{name} {ms:.2f}" for name, ms in found["by_category_ms"].items()]
+    text = f"    kernels {found['total_ms']:.2f} ms: {', '.join(parts)}"
+    if found[OURS]:
+        ours = [f"{k} {v['ms']:.2f} ms in {v['count']:.0f}" for k, v in found[OURS].items()]
+        text += f"\n    depthroute: {', '.join(ours)}"
+    return text

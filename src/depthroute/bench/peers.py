@@ -1,0 +1,185 @@
+"""Who else computes the depth mix, each behind the same call: a list of sources and a query.
+
+A peer is imported only when asked for. Its key gain is set to one, since
+``w . (g * khat) = (g * w) . khat`` and this library folds the gain into the query beforehand.
+What a peer needs around its kernel, such as stacking the sources, is part of its time. What it
+cannot run is said with the reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthroute import ops
+from depthroute.bench.gate import Mix
+from depthroute.bench.record import one_line, version_of
+from depthroute.errors import unknown
+from depthroute.ops import reference
+
+EPS = 1e-6
+INT32_ELEMENTS = 2**31
+REGISTER_TILE = 2**16
+"""Elements of one program's tile above which a kernel that keeps all sources in registers spills
+so much that compiling it takes longer than everything else here."""
+COMPILED_SOURCES = 9
+
+
+def _never(sources: int, tokens: int, width: int) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    distribution: str | None
+    mix: Mix
+    query_dtype: torch.dtype = torch.float32
+    stacks: bool = False
+    """Whether the sources are copied into one tensor first, which its time includes."""
+    refuses: Callable[[int, int, int], str | None] = field(default=_never)
+    """Why it cannot run a number of sources, tokens and a width; None if it can."""
+
+    @property
+    def version(self) -> str | None:
+        return version_of(self.distribution) if self.distribution else None
+
+
+def _ours() -> Contender:
+    return Contender(
+        "depthroute",
+        None,
+        lambda sources, query: ops.depth_mix(sources, query, eps=EPS, backend="triton"),
+    )
+
+
+def _compiled() -> Contender:
+    mix = torch.compile(
+        lambda sources, query: reference.depth_mix(sources, query, eps=EPS), dynamic=False
+    )
+
+    def refuses(sources: int, tokens: int, width: int) -> str | None:
+        if sources > COMPILED_SOURCES:
+            return f"the definition is unrolled; compiled up to {COMPILED_SOURCES} sources"
+        return None
+
+    return Contender("torch.compile", "torch", mix, refuses=refuses)
+
+
+def _fla(level: int) -> Contender:
+    # tuned in this process, which has the device to itself, not by another that shared it
+    os.environ.setdefault("FLA_CACHE_RESULTS", "0")
+    attnres = importlib.import_module("fla.ops.attnres")
+
+    def mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
+        return attnres.fused_attnres(
+            query, sources, _gain(query), rms_eps=EPS, checkpoint_level=level
+        )
+
+    return Contender("fla" if level == 1 else f"fla, level {level}", "fla-core", mix)
+
+
+def _liger() -> Contender:
+    attn_res = importlib.import_module("liger_kernel.ops.attn_res")
+
+    def mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
+        stacked = torch.stack(list(sources))
+        return attn_res.LigerAttnResFunction.apply(stacked, query, _gain(query), EPS)
+
+    return Contender("liger", "liger-kernel", mix, stacks=True, refuses=_offsets_overflow)
+
+
+def _flash() -> Contender:
+    phase = importlib.import_module("flash_attn_res.ops.phase_1")
+
+    def mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
+        stacked = torch.stack(list(sources)).unsqueeze(1)  # [S, B, T, D] with one long sequence
+        out, _ = phase.phase_1_batched_attention_triton_op(stacked, query.unsqueeze(0), EPS)
+        return out.view(sources[0].shape)
+
+    def refuses(sources: int, tokens: int, width: int) -> str | None:
+        padded = 1 << (sources - 1).bit_length()
+        if width & (width - 1):
+            return f"it takes widths that are powers of two, not {width}"
+        if padded * width > REGISTER_TILE:
+            return f"it keeps {padded} x {width} elements in one program's registers"
+        return _offsets_overflow(sources, tokens, width)
+
+    return Contender("flash-attn-res", "flash-attn-res", mix, stacks=True, refuses=refuses)
+
+
+def _fast() -> Contender:
+    attnres = importlib.import_module("attnres")
+    return Contender(
+        "fast-attnres",
+        "fast-attnres",
+        lambda sources, query: attnres.attnres(list(sources), query, eps=EPS),
+        query_dtype=torch.bfloat16,  # it takes no other
+    )
+
+
+_gains: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _gain(query: Tensor) -> Tensor:
+    """Ones, made once: filling them is not a peer's work."""
+    key = query.shape[0], query.dtype, query.device
+    if key not in _gains:
+        _gains[key] = torch.ones_like(query, requires_grad=False)
+    return _gains[key]
+
+
+def _offsets_overflow(sources: int, tokens: int, width: int) -> str | None:
+    if sources * tokens * width >= INT32_ELEMENTS:
+        return "its offsets are 32 bits wide: S x N x D must stay below 2^31"
+    return None
+
+
+MAKERS: dict[str, tuple[str | None, Callable[[], Contender]]] = {
+    "depthroute": (None, _ours),
+    "fla": ("fla-core", lambda: _fla(1)),
+    "fla-level-0": ("fla-core", lambda: _fla(0)),
+    "liger": ("liger-kernel", _liger),
+    "flash-attn-res": ("flash-attn-res", _flash),
+    "torch.compile": ("torch", _compiled),
+    "fast-attnres": ("fast-attnres", _fast),
+}
+"""The distribution to install and the adapter; quick to compile first."""
+OURS = "depthroute"
+
+
+def parse(text: str) -> list[str]:
+    """``"all"``, ``"none"`` or names separated by commas."""
+    if text == "all":
+        return [name for name in MAKERS if name != OURS]
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in MAKERS or name == OURS:
+            raise unknown("peer", name, ["all", "none", *(n for n in MAKERS if n != OURS)])
+    return names
+
+
+def find(names: Sequence[str]) -> tuple[dict[str, Contender], list[dict[str, Any]]]:
+    """The contenders that are here, and for every name its version or why it is missing."""
+    found: dict[str, Contender] = {}
+    notes: list[dict[str, Any]] = []
+    for name in names:
+        distribution, make = MAKERS[name]
+        note: dict[str, Any] = {"name": name, "distribution": distribution}
+        note["version"] = version_of(distribution) if distribution else None
+        try:
+            found[name] = make()
+        except ImportError as error:
+            note["missing"] = one_line(error)
+        except Exception as error:  # a peer that cannot even be imported is no reason to stop
+            note["missing"] = f"its import failed: {one_line(error)}"
+        notes.append(note)
+    return found, notes

@@ -1,0 +1,167 @@
+"""Compilation taken out of the measured process: other processes fill the disk caches side by side.
+
+What is cached, in torch 2.11 to 2.13 by default: Inductor's output per graph (FX graph cache) and
+what AOTAutograd makes of the traced model, forward and backward (AOTAutograd cache), which takes
+ops registered with ``torch.library`` as they are. Triton caches every kernel by its source.
+
+One thing is not part of those keys: the backward formula of a registered op, which AOTAutograd
+traces into the cached backward. After an edit to it, an old cache would be measured as if it were
+new. So the cache folder is named after a hash of this package's source.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from depthroute.bench.record import Say
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
+COMPILE_TOKENS = 256
+"""Enough to compile kernels that do not have the number of tokens in them."""
+
+
+def source_hash() -> str:
+    """Of every Python file of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def use_own_caches() -> str:
+    """Point torch at a cache folder of this very source, unless the user has chosen one.
+
+    Torch itself puts its default into the environment as soon as it asks for it, so the default
+    there is nobody's choice.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        try:
+            user = getpass.getuser()
+        except (KeyError, OSError):
+            user = str(os.getuid())
+        folder = Path(tempfile.gettempdir()) / f"depthroute-bench-{user}" / source_hash()
+        os.environ[CACHE_VARIABLE] = str(folder)
+    return os.environ[CACHE_VARIABLE]
+
+
+def counts(since: dict[str, int] | None = None) -> dict[str, int]:
+    """Graphs found in and missing from the disk caches by this process."""
+    from torch._dynamo.utils import counters
+
+    found = {
+        "hits": counters["inductor"]["fxgraph_cache_hit"]
+        + counters["aot_autograd"]["autograd_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"]
+        + counters["aot_autograd"]["autograd_cache_miss"],
+        "bypasses": counters["inductor"]["fxgraph_cache_bypass"]
+        + counters["aot_autograd"]["autograd_cache_bypass"],
+    }
+    return {name: n - (since or {}).get(name, 0) for name, n in found.items()}
+
+
+def steps(
+    settings: dict[str, Any], methods: Sequence[str], num_processes: int, say: Say
+) -> list[dict[str, Any]]:
+    """One forward and backward of every method, ``num_processes`` at a time.
+
+    Each holds its own model and activations: that many have to fit the device together.
+    """
+    tasks = [{"kind": "step", "settings": settings, "method": method} for method in methods]
+    return _in_parallel(tasks, list(methods), num_processes, say)
+
+
+def operators(rows: Sequence[Sequence[Any]], num_processes: int, say: Say) -> list[dict[str, Any]]:
+    """Kernels of (contender, sources, width), dealt out to ``num_processes`` processes."""
+    hands = [list(rows[i::num_processes]) for i in range(num_processes)]
+    hands = [hand for hand in hands if hand]
+    tasks = [{"kind": "operators", "rows": hand} for hand in hands]
+    labels = [f"{len(hand)} operator shapes" for hand in hands]
+    return _in_parallel(tasks, labels, num_processes, say)
+
+
+def _in_parallel(
+    tasks: Sequence[dict[str, Any]], labels: Sequence[str], num_processes: int, say: Say
+) -> list[dict[str, Any]]:
+    started = time.perf_counter()
+    with ThreadPoolExecutor(num_processes) as pool:
+        waiting = [
+            pool.submit(_in_process, task, label, say)
+            for task, label in zip(tasks, labels, strict=True)
+        ]
+        results = [one.result() for one in waiting]
+    say(f"precompiled in {time.perf_counter() - started:.0f} s, {num_processes} at a time")
+    return results
+
+
+def _in_process(task: dict[str, Any], label: str, say: Say) -> dict[str, Any]:
+    """The last line of the process is its result; a failure is reported and costs only time."""
+    environment = os.environ | dict.fromkeys(SWITCHES, "1")
+    paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, "-m", "depthroute.bench.precompile", json.dumps(task)],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        reason = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")
+        say(f"precompiling {label} failed, so it compiles when it is measured: {reason[:300]}")
+        return {"what": label, "error": reason[:300]}
+    result = {"what": label} | json.loads(lines[-1])
+    say(f"precompiled {label}: first step {result['seconds']:.1f} s")
+    return result
+
+
+def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
+    from depthroute.bench.step import Settings, Trainer
+    from depthroute.train.methods import parse_method
+
+    method = parse_method(task["method"])
+    trainer = Trainer(Settings(**task["settings"]), method.label, method.routing)
+    return {"seconds": trainer.warm_up(1), "compiler_caches": counts()}
+
+
+def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
+    from depthroute.bench import gate, peers
+    from depthroute.bench.operators import num_tokens
+    from depthroute.bench.record import one_line
+
+    started, failed = time.perf_counter(), []
+    for name, sources, width in task["rows"]:
+        tokens = COMPILE_TOKENS if name in ("depthroute", "fla", "fla-level-0", "liger") else None
+        tokens = tokens or num_tokens(sources)
+        try:
+            (contender,) = peers.find([name])[0].values()
+            if contender.refuses(sources, num_tokens(sources), width) is None:
+                given = gate.draw(sources, tokens, width, "cuda", query_dtype=contender.query_dtype)
+                gate.run_both(contender.mix, given.sources, given.query, given.grad)
+        except Exception as error:  # it will be met again, and reported, when it is measured
+            failed.append(f"{name} S {sources} D {width}: {one_line(error, 120)}")
+    return {"seconds": time.perf_counter() - started, "failed": failed}
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    run = {"step": _compile_step, "operators": _compile_operators}[task["kind"]]
+    print(json.dumps(run(task)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

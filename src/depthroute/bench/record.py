@@ -1,0 +1,91 @@
+"""A result as data: what was measured, on what, with which code, and what failed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthroute.errors import DepthrouteError
+from depthroute.train import environment
+
+Say = Callable[[str], None]
+
+
+def to_stderr(text: str) -> None:
+    """Progress, line by line as it happens; standard output is for the result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Record:
+    """Saved after every row, so that a run that is cut short keeps what it had."""
+
+    def __init__(
+        self, kind: str, settings: dict[str, Any], out: Path | None = None, say: Say = to_stderr
+    ) -> None:
+        self.out, self.say = out, say
+        self.values: dict[str, Any] = {
+            "kind": kind,
+            "machine": machine(),
+            "settings": settings,
+            "rows": [],
+            "failures": [],
+        }
+        self.save()  # a path that cannot be written costs no measurement
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        self.values["rows"].append(row)
+        self.save()
+        return row
+
+    def fail(self, what: str) -> None:
+        """Something that must be right was not: the command goes on and ends with status 1."""
+        self.values["failures"].append(what)
+        self.say(f"FAILED {what}")
+        self.save()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.values["rows"]
+
+    def save(self) -> None:
+        if self.out is not None:
+            write_json(self.out, self.values)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Under another name first: a reader sees the old file or the whole new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(values, indent=1) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise DepthrouteError(
+            f"cannot write --out {str(path)!r}: {error.strerror}; give a writable file"
+        ) from error
+
+
+def machine() -> dict[str, Any]:
+    """Hardware, versions and commit. ``DEPTHROUTE_COMMIT`` names the commit of a bare copy."""
+    found = environment.describe()
+    found["commit"] = found["commit"] or os.environ.get("DEPTHROUTE_COMMIT")
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:limit]}"

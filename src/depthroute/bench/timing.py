@@ -1,0 +1,147 @@
+"""How long something takes, and how fast memory is.
+
+On a GPU times are medians of CUDA-graph replays, because an eager timing of operators this short
+measures Python; on a CPU they are medians of wall-clock times. ``frac`` is the fewest bytes that
+could be moved over the time, as a fraction of the bytes per second of a plain copy in the same run.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from depthroute.errors import DepthrouteError
+
+READS_OVER_COPIES = 1.12
+"""Mostly reading is faster than copying, which also turns the bus around: the datasheet's 4.8 TB/s
+over the 4.23 to 4.28 TB/s that a copy reaches on an H200. Anything above is a wrong measurement."""
+
+COPY_BYTES = 2**32
+MAX_REPEATS, MIN_REPEATS = 100, 8
+
+
+def device_of(name: str, command: str, *, cpu: bool) -> torch.device:
+    """The device to measure on; an error says what can be measured without a GPU."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise DepthrouteError(f"--device {name!r}: give auto, cpu, cuda or cuda:N")
+    if cpu and name == "cpu":
+        return torch.device("cpu")
+    if name != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda" if name == "auto" else name)
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise DepthrouteError(f"--device {name}: there are {count} CUDA devices, from cuda:0")
+        torch.cuda.set_device(device.index or 0)
+        return device
+    hint = "`depthroute bench step --device cpu --preset tiny` and `bench decode --device cpu "
+    raise DepthrouteError(
+        f"bench {command} measures a CUDA device and "
+        f"{'was given the CPU' if name == 'cpu' else 'there is none here'}; on a CPU run "
+        f"{hint}--preset tiny`, whose ratios mean something"
+    )
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs are captured. Autograd runs a backward on the stream of its forward, so a
+    backward that is captured alone needs a forward that ran here."""
+    return torch.cuda.Stream(device)
+
+
+def capture(function: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+    """The work of one call, ready to be replayed; three calls before it compile and allocate."""
+    stream = capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        function()
+    return graph
+
+
+def median_ms(
+    function: Callable[[], object], device: torch.device, budget_ms: float = 120.0
+) -> float:
+    """Median time of one call; on a GPU of one replay of its graph, each timed on its own."""
+    if device.type == "cuda":
+        graph = capture(function, device)
+        times = _repeat(graph.replay, device, budget_ms)
+        del graph
+    else:
+        times = _repeat(function, device, budget_ms)
+    return statistics.median(times)
+
+
+def _repeat(call: Callable[[], object], device: torch.device, budget_ms: float) -> list[float]:
+    call()
+    (first,) = each_ms(call, device, 1)
+    repeats = int(min(MAX_REPEATS, max(MIN_REPEATS, budget_ms / max(first, 1e-3))))
+    return each_ms(call, device, repeats)
+
+
+def each_ms(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """The time of every call, without waiting for the device between them."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - started) * 1e3)
+        return times
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for first, last in events:
+        first.record()
+        call()
+        last.record()
+    torch.cuda.synchronize()
+    return [first.elapsed_time(last) for first, last in events]
+
+
+def copy_ceiling(device: torch.device, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes read and written per second by a copy.
+
+    Launched directly: it lasts milliseconds, and a copy inside a graph becomes a memcpy node, which
+    need not be as fast.
+    """
+    source = torch.randn(num_bytes // 2, device=device, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    times = each_ms(lambda: target.copy_(source), device, 23)
+    return 2 * source.nbytes / (statistics.median(times[3:]) / 1e3)
+
+
+def fraction(num_bytes: float, milliseconds: float, ceiling: float) -> float:
+    return num_bytes / (milliseconds / 1e3) / ceiling
+
+
+def forget() -> None:
+    """Return what the last measurement held: graphs, models, cached blocks, compiled code."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_gb(device: torch.device, call: Callable[[], Any], *, above: int = 0) -> float | None:
+    """Largest allocation during one call in GB, less ``above``; None where nothing is counted."""
+    if device.type != "cuda":
+        call()
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return (torch.cuda.max_memory_allocated(device) - above) / 1e9

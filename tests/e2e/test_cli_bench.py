@@ -1,0 +1,135 @@
+"""`depthroute bench` as a user meets it on a machine without a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from depthroute.bench import gate, step
+from depthroute.errors import DepthrouteError
+
+TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
+SHORT = [*TINY, "--eager", "--batch-size", "2", "--sequence-length", "16", "--steps", "2"]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize("command", ["ops", "path", "tune", "step", "decode"])
+def test_without_a_gpu_the_error_says_what_can_be_run(depthroute, no_gpu, command):
+    status, out, err = depthroute("bench", command)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: bench {command} measures a CUDA device and there is none here")
+    assert "bench step --device cpu --preset tiny" in err and len(err.splitlines()) == 1
+
+
+def test_the_cpu_is_refused_where_it_means_nothing(depthroute, no_gpu):
+    status, _, err = depthroute("bench", "ops", "--device", "cpu")
+    assert status == 2 and "was given the CPU" in err
+    status, _, err = depthroute("bench", "step", "--device", "tpu")
+    assert status == 2 and "--device 'tpu'" in err
+
+
+def test_a_step_is_measured_relative_to_standard(depthroute, tmp_path):
+    out = tmp_path / "step.json"
+    arguments = ["--methods", "standard,delta-block:num_blocks=2", "--profile", "--out", str(out)]
+    status, printed, err = depthroute("bench", "step", *SHORT, *arguments)
+    assert status == 0, err
+    assert "delta-block:num_blocks=2" in printed and "speed" in printed and "GB" not in printed
+    saved = json.loads(out.read_text())
+    assert saved["kind"] == "step" and saved["failures"] == []
+    assert saved["settings"]["batch_size"] == 2 and saved["settings"]["dtype"] == "float32"
+    assert 0 < saved["gate"]["worst_ratio"] <= gate.BUDGET
+    rows = {row["method"]: row for row in saved["rows"]}
+    assert list(rows) == ["standard", "delta-block:num_blocks=2", step.AGAIN]
+    assert rows["standard"]["relative_speed"] == 1.0
+    routed = rows["delta-block:num_blocks=2"]
+    assert routed["relative_speed"] == pytest.approx(rows["standard"]["ms"] / routed["ms"])
+    assert routed["steps"] == 2 and routed["peak_gb"] is None
+    assert routed["ran"]["depth_mix, torch"] > 0 and rows["standard"]["ran"] == {}
+    assert routed["breakdown"]["by_category_ms"]["depthroute"] > 0
+    assert "depthroute" not in rows["standard"]["breakdown"]["by_category_ms"]
+
+
+def test_json_is_alone_on_standard_output(depthroute):
+    status, out, err = depthroute(
+        "bench", "step", *SHORT, "--methods", "standard", "--once", "--json"
+    )
+    assert status == 0, err
+    assert [row["method"] for row in json.loads(out)["rows"]] == ["standard"]
+    assert "warm-up" in err
+
+
+def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monkeypatch):
+    build = step.build
+
+    def fails_for_delta(settings, routing):
+        if routing.method == "delta":
+            raise RuntimeError("out of memory")
+        return build(settings, routing)
+
+    monkeypatch.setattr(step, "build", fails_for_delta)
+    methods = ["--methods", "standard,delta,depth-attention", "--once", "--json"]
+    status, out, err = depthroute("bench", "step", *SHORT, *methods)
+    assert status == 1
+    saved = json.loads(out)
+    assert saved["failures"] == ["delta: RuntimeError: out of memory"]
+    assert "FAILED delta" in err
+    assert [("ms" in row) for row in saved["rows"]] == [True, False, True]
+
+
+def test_a_wrong_operator_is_not_timed(depthroute, monkeypatch):
+    from depthroute import ops
+
+    right = ops.depth_mix
+    monkeypatch.setattr(step.ops, "depth_mix", lambda sources, query: right(sources, query * 1.05))
+    status, out, err = depthroute("bench", "step", *SHORT, "--methods", "standard,delta", "--json")
+    assert status == 1
+    assert json.loads(out)["rows"] == []
+    assert "not timed" in err
+
+
+def test_one_token_is_decoded_with_the_same_cache(depthroute):
+    status, out, err = depthroute(
+        "bench", "decode", *TINY, "--methods", "standard,delta,depth-attention", "--json"
+    )
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    assert [row["method"] for row in rows][-1] == step.AGAIN
+    assert all(row["same_cache"] and row["ms"] > 0 for row in rows)
+
+
+def test_mistakes_are_one_line(depthroute):
+    for arguments, message in [
+        (["--methods", "delta"], "must begin with standard"),
+        (["--methods", "standard,delt"], "did you mean 'delta'"),
+        (["--sequence-length", "4096"], "above the 1024 positions"),
+        (["--dtype", "fp8"], "unknown --dtype 'fp8'"),
+        (["--preset", "tinny"], "did you mean 'tiny'"),
+    ]:
+        status, out, err = depthroute("bench", "step", *TINY, *arguments)
+        assert (status, out) == (2, ""), arguments
+        assert message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_what_other_processes_compiled_is_not_compiled_again(depthroute, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    arguments = ["bench", "step", "--device", "cpu", "--preset", "tiny", "--layers", "2"]
+    arguments += ["--methods", "standard,delta", "--steps", "1", "--once", "--json"]
+    status, out, err = depthroute(*arguments, "--precompile", "2")
+    assert status == 0, err
+    saved = json.loads(out)
+    for before, row in zip(saved["precompiled"], saved["rows"], strict=True):
+        assert before["compiler_caches"]["misses"] > 0
+        assert row["compiler_caches"] == {"hits": 3, "misses": 0, "bypasses": 0}
+        assert row["warmup_s"] < before["seconds"]
+
+
+def test_the_error_of_a_user_is_a_depthroute_error():
+    from depthroute.bench.timing import device_of
+
+    with pytest.raises(DepthrouteError):
+        device_of("meta", "step", cpu=True)

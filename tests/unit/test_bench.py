@@ -1,0 +1,412 @@
+"""Measurements: what is right is timed, what is wrong is not, and what is kept can be read."""
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from depthroute import ops
+from depthroute.bench import breakdown, gate, operators, path, peers, precompile, timing, tuning
+from depthroute.bench.record import Record, write_json
+from depthroute.bench.step import AGAIN, jobs
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.ops import reference
+
+CPU = torch.device("cpu")
+
+
+def quiet(text):
+    pass
+
+
+# the gate
+
+
+def test_the_operator_passes_the_gate_at_any_number_of_tokens():
+    for tokens in (1, 20, gate.NUM_ROWS + 300):
+        assert gate.check(ops.depth_mix, gate.draw(5, tokens, 48, CPU)).holds
+
+
+def sharper(sources, query):
+    return reference.depth_mix(sources, query * 1.02)
+
+
+def unnormalised(sources, query):
+    logits = torch.stack([(s.float() * query).sum(-1) for s in sources])
+    weights = torch.softmax(logits, 0).unsqueeze(-1)
+    return sum(w * s.float() for w, s in zip(weights, sources, strict=True)).to(sources[0].dtype)
+
+
+def without_a_query_gradient(sources, query):
+    return reference.depth_mix(sources, query.detach()) + 0 * query.sum().bfloat16()
+
+
+def last_token_forgotten(sources, query):
+    x = reference.depth_mix(sources, query)
+    return torch.cat([x[:-1], x[-1:] * 0])
+
+
+def last_source_forgotten(sources, query):
+    return reference.depth_mix(sources[:-1], query) + 0 * sources[-1]
+
+
+def not_a_number(sources, query):
+    return reference.depth_mix(sources, query) * float("nan")
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        sharper,
+        unnormalised,
+        without_a_query_gradient,
+        last_token_forgotten,
+        last_source_forgotten,
+        not_a_number,
+    ],
+)
+def test_the_gate_stops_an_operator_that_is_wrong(mix):
+    verdict = gate.check(mix, gate.draw(5, 300, 64, CPU))
+    assert not verdict.holds
+    assert "times as far from fp64" in str(verdict)
+
+
+def test_the_gate_allows_a_rounding_that_the_inputs_have_too():
+    verdict = gate.check(reference.depth_mix, gate.draw(3, 40, 32, CPU, query_dtype=torch.bfloat16))
+    assert verdict.holds and verdict.is_same_formula
+    rounded = gate.check(
+        lambda sources, query: reference.depth_mix(sources, query.bfloat16()),
+        gate.draw(3, 40, 32, CPU),
+    )
+    assert not rounded.holds, "a query gradient in bf16 where the query is fp32"
+    assert rounded.worst == "gradient of the query" and rounded.is_same_formula
+
+
+@pytest.mark.parametrize("how", ["site by site", "carried", "two phases"])
+def test_every_way_along_the_residual_path_is_the_definition(how):
+    verdict = path.check(how, CPU, width=32, sublayers=16, tokens=9)
+    assert verdict.ratio < path.PATH_BUDGET and verdict.is_same_formula
+
+
+def test_the_path_is_measured_only_where_it_is_right(monkeypatch):
+    record = Record("path", {}, say=quiet)
+    path.run(record, CPU, tokens=16, width=32, sublayers=8)
+    assert [row["how"] for row in record.rows] == list(path.WAYS)
+    assert all(row["both_ms"] > 0 for row in record.rows)
+    monkeypatch.setattr(ops, "depth_mix", unnormalised)
+    record = Record("path", {}, say=quiet)
+    path.run(record, CPU, tokens=16, width=32, sublayers=8)
+    rows = {row["how"]: row for row in record.rows}
+    assert "forward_ms" not in rows["site by site"] and "not timed" in rows["site by site"]["error"]
+    assert "forward_ms" in rows["standard"]
+    assert record.values["failures"]
+
+
+# times
+
+
+def test_a_copy_moves_its_bytes_twice():
+    assert 1e7 < timing.copy_ceiling(CPU, 2**22) < 1e13
+    assert timing.fraction(3e9, 1.0, 6e12) == pytest.approx(0.5)
+
+
+def test_the_median_is_taken_over_enough_calls():
+    calls = []
+    assert timing.median_ms(lambda: calls.append(1), CPU) >= 0
+    assert len(calls) == timing.MAX_REPEATS + 2
+
+
+def test_a_row_is_timed_refused_wrong_or_failed():
+    def row(mix, name="a peer", **changes):
+        contender = peers.Contender(name, None, mix, **changes)
+        return operators.measure(contender, 3, 40, 32, 1e10, CPU)
+
+    timed = row(reference.depth_mix)
+    assert timed["status"] == "timed" and timed["within_budget"]
+    assert timed["both_frac"] == pytest.approx(
+        (3 * 3 + 2) * 40 * 32 * 2 / (timed["both_ms"] / 1e3) / 1e10
+    )
+    assert row(unnormalised)["status"] == "wrong"
+    assert "forward_ms" not in row(unnormalised)
+    refused = row(reference.depth_mix, refuses=lambda *shape: f"not {shape}")
+    assert refused == {"status": "refused", "reason": "not (3, 40, 32)"}
+
+    def broken(sources, query):
+        raise RuntimeError("no such kernel")
+
+    assert row(broken) == {"status": "failed", "reason": "RuntimeError: no such kernel"}
+
+    def rounding(sources, query):
+        return reference.depth_mix(sources, query.bfloat16())
+
+    less_exact = row(rounding)
+    assert less_exact["status"] == "timed" and not less_exact["within_budget"]
+    assert row(rounding, peers.OURS)["status"] == "wrong"
+
+
+def test_ours_failing_fails_the_run_and_a_peer_does_not(monkeypatch):
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
+    monkeypatch.setattr(operators, "num_tokens", lambda sources: 24)
+
+    def run(**made):
+        makers = {n: (None, lambda n=n, m=m: peers.Contender(n, None, m)) for n, m in made.items()}
+        monkeypatch.setattr(peers, "MAKERS", makers)
+        record = Record("ops", {}, say=quiet)
+        names = [name for name in made if name != peers.OURS]
+        shapes = [(2, 32), (3, 16)]
+        operators.run(record, CPU, shapes=shapes, peer_shapes=shapes[:1], names=names, seconds=60)
+        return record.values
+
+    good = run(depthroute=ops.depth_mix, other=unnormalised)
+    assert [(r["who"], r["S"], r["status"]) for r in good["rows"]] == [
+        ("depthroute", 2, "timed"),
+        ("depthroute", 3, "timed"),
+        ("other", 2, "wrong"),
+    ]
+    assert good["failures"] == []
+    bad = run(depthroute=sharper, other=reference.depth_mix)
+    assert [r["status"] for r in bad["rows"]] == ["wrong", "wrong", "timed"]
+    assert len(bad["failures"]) == 2
+
+
+def test_shapes_are_sources_by_width():
+    everything = operators.all_shapes()
+    assert len(everything) == 20 and operators.parse_shapes("all", everything) == everything
+    assert operators.parse_shapes("5x1024, 57x7168", []) == [(5, 1024), (57, 7168)]
+    for wrong in ("5", "5x", "axb", "0x4", "5x1024,"):
+        with pytest.raises(ConfigError, match="SOURCESxWIDTH"):
+            operators.parse_shapes(wrong, [])
+
+
+def test_the_best_setting_of_each_kernel_is_kept():
+    rows = [
+        {"S": 9, "D": 64, "kernel": "forward", "setting": [1, 1, 1, 0], "ms": 2.0},
+        {"S": 9, "D": 64, "kernel": "forward", "setting": [2, 1, 1, 0], "ms": 1.0},
+        {"S": 9, "D": 64, "kernel": "backward", "setting": [4, 1, 1, 0], "error": "too large"},
+    ]
+    assert tuning.best_rows(rows) == [rows[1]]
+    for settings in (tuning.forward_settings, tuning.backward_settings):
+        for width in operators.WIDTHS:
+            found = list(settings(width))
+            assert 4 <= len(found) == len(set(found)) <= 40
+
+
+def test_a_setting_that_changes_the_result_is_not_timed():
+    x = torch.randn(50, 8)
+    tuning.require_same([x * (1 + 1e-3 * torch.randn_like(x))], [x])
+    for wrong in (x * 1.02, x * float("nan")):
+        with pytest.raises(ArithmeticError, match="not timed"):
+            tuning.require_same([wrong], [x])
+
+
+def test_a_device_that_is_lost_ends_the_run_with_what_there_is(monkeypatch):
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
+
+    def lost(device):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(timing, "synchronise", lost)
+
+    def breaks(sources, query):
+        raise RuntimeError("illegal memory access")
+
+    makers = {"depthroute": (None, lambda: peers.Contender("depthroute", None, breaks))}
+    monkeypatch.setattr(peers, "MAKERS", makers)
+    monkeypatch.setattr(operators, "num_tokens", lambda sources: 8)
+    record = Record("ops", {}, say=quiet)
+    shapes = [(2, 16), (3, 16)]
+    operators.run(record, CPU, shapes=shapes, peer_shapes=[], names=[], seconds=60)
+    assert [row["status"] for row in record.rows] == ["failed"]
+    assert "lost the device" in record.values["failures"][0]
+
+
+# peers, as far as they can be asked without being installed
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A module that is not there, for one test."""
+
+    def put(name, **members):
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            module = types.ModuleType(".".join(parts[:end]))
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        for key, value in members.items():
+            setattr(sys.modules[name], key, value)
+
+    return put
+
+
+def fake_fla(query, residuals, rms_weight, output_rms_weight=None, rms_eps=1e-6, scale=1.0,
+             return_weights=False, checkpoint_level=1):  # fmt: skip
+    assert output_rms_weight is None and scale == 1.0 and not return_weights
+    return reference.depth_mix(residuals, query, rms_weight, eps=rms_eps)
+
+
+class FakeLiger:
+    @staticmethod
+    def apply(stacked, query, gain, eps):
+        assert stacked.dim() == 3
+        return reference.depth_mix(list(stacked.unbind()), query, gain, eps=eps)
+
+
+def fake_flash(blocks, queries, eps):
+    assert blocks.dim() == 4 and blocks.shape[1] == 1
+    out, lse = reference.depth_mix_group(list(blocks.unbind()), queries, eps=eps)
+    return out.to(blocks.dtype), lse
+
+
+def fake_fast(values, query, *, eps, scale=1.0):
+    assert query.dtype == torch.bfloat16 and scale == 1.0
+    return reference.depth_mix(values, query, eps=eps)
+
+
+FAKES = {
+    "fla": ("fla.ops.attnres", {"fused_attnres": fake_fla}),
+    "fla-level-0": ("fla.ops.attnres", {"fused_attnres": fake_fla}),
+    "liger": ("liger_kernel.ops.attn_res", {"LigerAttnResFunction": FakeLiger}),
+    "flash-attn-res": (
+        "flash_attn_res.ops.phase_1",
+        {"phase_1_batched_attention_triton_op": fake_flash},
+    ),
+    "fast-attnres": ("attnres", {"attnres": fake_fast}),
+}
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_a_peer_is_called_with_its_own_layout(name, install):
+    module, members = FAKES[name]
+    install(module, **members)
+    found, (note,) = peers.find([name])
+    given = gate.draw(4, 30, 32, CPU, query_dtype=found[name].query_dtype)
+    assert gate.check(found[name].mix, given).holds
+    assert "missing" not in note
+
+
+def test_a_peer_that_is_not_there_is_named_with_the_reason(monkeypatch):
+    for module in ("fla", "liger_kernel", "flash_attn_res", "attnres"):
+        monkeypatch.setitem(sys.modules, module, None)
+    names = peers.parse("all")
+    found, notes = peers.find(names)
+    assert list(found) == ["torch.compile"]
+    missing = {note["name"]: note["missing"] for note in notes if "missing" in note}
+    assert missing.keys() == set(names) - {"torch.compile"}
+    assert all("ModuleNotFoundError" in reason for reason in missing.values())
+
+
+def test_what_a_peer_cannot_run_is_known_before_it_loses_the_device(install):
+    for name, (module, members) in FAKES.items():
+        install(module, **members)
+        del name
+    found, _ = peers.find(peers.parse("all"))
+    assert "32 bits" in found["liger"].refuses(57, 8192, 7168)
+    assert found["liger"].refuses(33, 8192, 7168) is None
+    assert "powers of two" in found["flash-attn-res"].refuses(5, 16384, 7168)
+    assert "registers" in found["flash-attn-res"].refuses(57, 8192, 4096)
+    assert found["flash-attn-res"].refuses(9, 16384, 2048) is None
+    assert "unrolled" in found["torch.compile"].refuses(17, 16384, 1024)
+
+
+def test_peers_are_named_or_all_or_none():
+    assert peers.parse("none") == [] and peers.parse("fla, liger") == ["fla", "liger"]
+    with pytest.raises(ConfigError, match="did you mean 'liger'"):
+        peers.parse("ligr")
+    with pytest.raises(ConfigError, match="unknown peer"):
+        peers.parse("depthroute")
+
+
+# steps, caches, profiles and records
+
+
+def test_everything_is_relative_to_standard_which_comes_first_and_last():
+    labels = [label for label, _ in jobs("standard,delta:num_blocks=2", again=True)]
+    assert labels == ["standard", "delta:num_blocks=2", AGAIN]
+    assert len(jobs("standard", again=False)) == 1
+    with pytest.raises(ConfigError, match="must begin with standard"):
+        jobs("delta,standard", again=False)
+
+
+def test_an_edit_of_the_source_is_another_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(precompile, "PACKAGE", tmp_path)
+    (tmp_path / "ops.py").write_text("a = 1\n")
+    before = precompile.source_hash()
+    assert precompile.source_hash() == before
+    (tmp_path / "ops.py").write_text("a = 2\n")
+    assert precompile.source_hash() != before
+
+
+def test_a_cache_that_the_user_chose_is_kept_and_torchs_default_is_not(monkeypatch):
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    monkeypatch.setenv(precompile.CACHE_VARIABLE, "/somewhere/else")
+    assert precompile.use_own_caches() == "/somewhere/else"
+    monkeypatch.delenv(precompile.CACHE_VARIABLE)
+    cache_dir()  # which sets the variable to its default
+    own = precompile.use_own_caches()
+    assert own.endswith(precompile.source_hash())
+    assert cache_dir() == own
+
+
+def test_a_process_that_fails_to_compile_is_reported_and_costs_nothing_else():
+    said = []
+    (result,) = precompile.steps({"preset": "no such preset"}, ["standard"], 1, said.append)
+    assert "no such preset" in result["error"]
+    assert "compiles when it is measured" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("depthroute::depth_mix_backward", "depthroute"),
+        ("nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32", "GEMM"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimiser"),
+        ("triton_poi_fused_add_mul_silu_3", "inductor"),
+        ("triton_red_fused__to_copy_mean_pow_rsqrt_1", "inductor"),
+        ("Memcpy DtoD (Device -> Device)", "copy"),
+        ("void something_else", "other"),
+    ],
+)
+def test_a_kernel_has_a_category(name, category):
+    assert breakdown.category(name) == category
+
+
+def test_the_librarys_own_triton_kernels_are_known_by_name():
+    pytest.importorskip("triton")
+    assert len(breakdown.our_kernels()) >= 6
+    assert all(breakdown.category(name) == "depthroute" for name in breakdown.our_kernels())
+
+
+def test_a_breakdown_adds_up():
+    sources = [torch.randn(8, 16) for _ in range(3)]
+    found = breakdown.of(lambda: ops.depth_mix(sources, torch.randn(16)), CPU)
+    assert found["total_ms"] == pytest.approx(sum(found["by_category_ms"].values()))
+    assert found["by_category_ms"]["depthroute"] > 0
+    assert found["depthroute"]["depthroute::depth_mix"]["count"] == 1
+    assert "depthroute::depth_mix" in breakdown.line(found)
+    assert json.dumps(found)
+
+
+def test_a_record_is_whole_after_every_row(tmp_path):
+    out = tmp_path / "deep" / "record.json"
+    record = Record("ops", {"shapes": "all"}, out, say=quiet)
+    assert json.loads(out.read_text())["rows"] == []
+    record.add({"S": 5})
+    saved = json.loads(out.read_text())
+    assert saved["rows"] == [{"S": 5}] and saved["settings"] == {"shapes": "all"}
+    assert {"commit", "packages", "devices", "python"} <= saved["machine"].keys()
+    assert [p.name for p in out.parent.iterdir()] == ["record.json"]
+
+
+def test_a_record_that_cannot_be_written_says_so_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DepthrouteError, match="cannot write --out"):
+        Record("ops", {}, tmp_path / "file" / "record.json")
+    with pytest.raises(DepthrouteError, match="cannot write --out"):
+        write_json(tmp_path, {})
