@@ -19,14 +19,15 @@ PANELS = {
         "Loss",
         "Mean over seeds; the band is one sample standard deviation. The paired difference "
         "subtracts the standard model of the same seed, so what the seeds share cancels. The loss "
-        "axes leave out the first tenth of training.",
+        "axes leave out the first tenth of training. Point at a legend entry to pick out a method; "
+        "click it to hide the method.",
     ),
     "maps": (
         "Where each site reads",
         "A row is a site, a column a source, stronger colour is more weight (mean over tokens, "
-        "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the "
-        "attention and MLP outputs of layer 3, b2 is a block, now is the block being filled. Empty "
-        "cells are no source of that site.",
+        "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the attention and "
+        "MLP outputs of layer 3 and 3 alone its values, b2 is a block, now is the block being "
+        "filled. Sites with one source choose nothing and have no row.",
     ),
     "sharpness": (
         "How sharply each site chooses",
@@ -40,7 +41,7 @@ PANELS = {
     ),
     "cost": (
         "Cost",
-        "Speed is the median training step. Memory is the peak of a step on devices that count it.",
+        "Speed is the median training step; memory is the peak of a step.",
     ),
 }
 
@@ -140,6 +141,9 @@ def _lead(data: dict[str, Any]) -> str:
 
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
+    if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
+        devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
+        caption = f"{caption[:-1]}, which this device ({devices}) does not count."
     tabs = ""
     labels = [data["series"][int(f.name[4:])]["label"] if name == "maps" else "" for f in drawn]
     if len(drawn) > 1:
@@ -175,12 +179,12 @@ def _results(data: dict[str, Any]) -> str:
         if row["diverged"]:
             where = ", ".join(f"seed {d['seed']} at step {d['step']}" for d in row["diverged"])
             shown = f"diverged ({where})"
-        added, speed = row["routing_parameters"], series["cost"]["relative_speed"]
+        added, cost = row["routing_parameters"], series["cost"]
         sharp = row["mean_normalised_max"]
         cells = [
-            spread(row["difference"], "{:+.4f}"),
+            spread(row["difference"], "{:+.4f}").replace("-0.", "\N{MINUS SIGN}0."),
             "-" if added is None else f"{added:,}",
-            "-" if speed is None else f"{speed:.2f}x",
+            _speed(cost["tokens_per_second"], cost["relative_speed"]),
             "-" if sharp is None else f"{sharp:.3f}",
         ]
         best = ' class="best"' if loss and loss["mean"] == min(means) else ""
@@ -198,6 +202,12 @@ def _results(data: dict[str, Any]) -> str:
         f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
+
+
+def _speed(rate: float | None, relative: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:,.0f}" + ("" if relative is None else f" ({relative:.2f}x)")
 
 
 def _settings(data: dict[str, Any]) -> str:
