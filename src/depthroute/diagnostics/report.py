@@ -120,7 +120,9 @@ def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
     by_panel: dict[str, list[Figure]] = {}
     for figure in drawn:
         by_panel.setdefault(figure.name.split("-")[0].replace("map", "maps"), []).append(figure)
-    parts += [_panel(name, data, by_panel[name]) for name in PANELS if name in by_panel]
+    for name in PANELS:
+        if name in by_panel or (name == "maps" and _untraced(data)):
+            parts.append(_panel(name, data, by_panel.get(name, [])))
     parts.append(_settings(data))
     return "\n".join(parts)
 
@@ -144,6 +146,13 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
         devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
         caption = f"{caption[:-1]}, which this device ({devices}) does not count."
+    notes = f"<p>{escape(caption)}</p>" if drawn else ""
+    if name == "maps" and (untraced := _untraced(data)):
+        notes += (
+            f'<p class="note">No routing was recorded for {escape(", ".join(untraced))}: a run '
+            "without traces.json has curves and cost alone. <code>depthroute inspect</code> draws "
+            "the map of a saved model.</p>"
+        )
     tabs = ""
     labels = [data["series"][int(f.name[4:])]["label"] if name == "maps" else "" for f in drawn]
     if len(drawn) > 1:
@@ -161,18 +170,30 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     tools = (
         '<div class="tools"><button data-format="svg">SVG</button>'
         '<button data-format="png">PNG</button></div>'
+        if drawn
+        else ""
     )
     return (
         f'<section id="panel-{name}" class="{name}"><div class="head"><h2>{heading}</h2>{tools}'
-        f"</div><p>{escape(caption)}</p>{tabs}{pictures}</section>"
+        f"</div>{notes}{tabs}{pictures}</section>"
     )
+
+
+def _untraced(data: dict[str, Any]) -> list[str]:
+    """Methods that route, of runs that did not record where to."""
+    rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
+    return [
+        series["label"]
+        for series, row in zip(data["series"], rows, strict=True)
+        if series["trace"] is None and row["mean_normalised_max"] is not None
+    ]
 
 
 def _results(data: dict[str, Any]) -> str:
     head = ("method", "validation loss", "vs standard", "parameters added", "tokens/s")
     rows = []
     all_rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
-    means = [r["validation_loss"]["mean"] for r in all_rows if r["validation_loss"]]
+    lowest = _lowest(data, all_rows)
     for number, (series, row) in enumerate(zip(data["series"], all_rows, strict=True)):
         loss = row["validation_loss"]
         shown = spread(loss, "{:.4f}")
@@ -187,7 +208,7 @@ def _results(data: dict[str, Any]) -> str:
             _speed(cost["tokens_per_second"], cost["relative_speed"]),
             "-" if sharp is None else f"{sharp:.3f}",
         ]
-        best = ' class="best"' if loss and loss["mean"] == min(means) else ""
+        best = ' class="best"' if number in lowest else ""
         rows.append(
             f'<tr><td><i class="swatch" style="background:var(--c{number})"></i>'
             f"{escape(series['label'])}</td><td{best}>{shown}</td>"
@@ -202,6 +223,17 @@ def _results(data: dict[str, Any]) -> str:
         f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
+
+
+def _lowest(data: dict[str, Any], rows: list[dict[str, Any]]) -> set[int]:
+    """Which rows have the lowest loss of all that were judged on the same text."""
+    by_text: dict[str, dict[int, float]] = {}
+    for number, (series, row) in enumerate(zip(data["series"], rows, strict=True)):
+        if row["validation_loss"]:
+            text = json.dumps(data["runs"][series["run"]]["config"]["data"], sort_keys=True)
+            by_text.setdefault(text, {})[number] = row["validation_loss"]["mean"]
+    compared = [losses for losses in by_text.values() if len(losses) > 1]
+    return {n for losses in compared for n in losses if losses[n] == min(losses.values())}
 
 
 def _speed(rate: float | None, relative: float | None) -> str:
@@ -239,6 +271,7 @@ def _setting_table(name: str, values: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{escape(str(key))}</td><td>{escape(_words(value))}</td></tr>"
         for key, value in values.items()
+        if value != {}
     )
     return f"<div><h3>{name}</h3><table><tbody>{rows}</tbody></table></div>"
 
