@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 WIDTH = 1000
-INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#9aa5b1", "#e4e7eb"
+INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#7b8794", "#e4e7eb"
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
