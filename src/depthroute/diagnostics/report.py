@@ -243,7 +243,8 @@ def _speed(rate: float | None, relative: float | None) -> str:
 
 
 def _settings(data: dict[str, Any]) -> str:
-    blocks = []
+    """Runs that differ in their methods alone share one block."""
+    shared: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for run in data["runs"]:
         config = run["config"]
         environment = config["environment"]
@@ -258,9 +259,20 @@ def _settings(data: dict[str, Any]) -> str:
             | {"platform": environment["platform"]},
             "Hardware": {d["device"]: d["name"] for d in environment["devices"]},
         }
-        tables = "".join(_setting_table(name, values) for name, values in groups.items())
-        name = escape(run["name"])
-        blocks.append(f'<p class="lead"><b>{name}</b></p><div class="settings">{tables}</div>')
+        same = json.dumps({**groups, "Methods": None}, sort_keys=True)
+        names, known = shared.setdefault(same, ([], groups))
+        names.append(run["name"])
+        methods = dict(known["Methods"])
+        for name, routing in groups["Methods"].items():
+            is_other = methods.get(name, routing) != routing
+            methods[f"{name} · {run['name']}" if is_other else name] = routing
+        known["Methods"] = methods
+    blocks = [
+        f'<p class="lead"><b>{escape(", ".join(names))}</b></p><div class="settings">'
+        + "".join(_setting_table(name, values) for name, values in groups.items())
+        + "</div>"
+        for names, groups in shared.values()
+    ]
     return (
         '<section id="panel-settings"><div class="head"><h2>Settings and versions</h2></div>'
         f"{''.join(blocks)}</section>"
