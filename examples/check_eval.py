@@ -190,12 +190,12 @@ def compare_perplexity(arguments: argparse.Namespace, folder: Path) -> dict:
         "by_hand_bits_per_byte": bits,
         "seconds": {"depthroute": middle - started, "by_hand": time.time() - middle},
     }
-    # two summations of fp32 logits: the batch's shape alone moves them in the seventh digit
+    # the logits are fp32 and the batches are not the same: equal to rounding, not to the bit
     report["relative_difference"] = abs(report["depthroute"] / report["by_hand"] - 1)
     report["agrees"] = (
         mine["num_tokens"] == len(tokens) - 1
-        and report["relative_difference"] < 1e-5
-        and math.isclose(mine["bits_per_byte"], bits, rel_tol=1e-5)
+        and report["relative_difference"] < 1e-6
+        and math.isclose(mine["bits_per_byte"], bits, rel_tol=1e-6)
     )
     print(
         f"{arguments.text.name}, {len(tokens):,} tokens: perplexity {report['depthroute']:.8f} "
