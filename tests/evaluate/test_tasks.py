@@ -198,7 +198,7 @@ def test_data_are_judged_before_the_model_is_loaded(depthroute, tmp_path):
     arguments = ["--tasks", "piqa", "--task-data", str(tmp_path)]
     assert "line 1 lacks goal, label" in depthroute("eval", "/no/model", *arguments)[2]
     status, _, err = depthroute("eval", "/no/model", "--perplexity", __file__)
-    assert status == 2 and "there is no folder '/no/model'" in err
+    assert status == 2 and "cannot load '/no/model': there is no such folder" in err
 
 
 def test_a_missing_task_file_says_what_was_looked_for(tmp_path):
