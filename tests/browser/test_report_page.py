@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,8 @@ from depthroute.diagnostics.report import write_report
 from tests.runs import METHODS, write_run
 
 pytestmark = pytest.mark.browser
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync", "--no-first-run"]
 CASES = {
@@ -18,15 +20,17 @@ CASES = {
     "six runs": [((method,), 6) for method in METHODS],
     "96 layers": [(METHODS, 96)],
 }
+MOST_BYTES = 5_000_000
 
 
 @pytest.fixture(scope="module")
 def browser():
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine; install it to test the page")
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        found = CHROMIUM or driver.chromium.executable_path  # the system's, or playwright's own
+        if not Path(found).exists():
+            pytest.skip("no chromium on this machine; install it or `playwright install chromium`")
+        opened = driver.chromium.launch(executable_path=found, args=FLAGS)
         yield opened
         opened.close()
 
@@ -39,6 +43,7 @@ def page(request, browser, tmp_path_factory):
         for n, (methods, layers) in enumerate(CASES[request.param])
     ]
     write_report(runs, root / "report.html")
+    assert (root / "report.html").stat().st_size < MOST_BYTES
     opened = browser.new_page(viewport={"width": 1180, "height": 1000}, accept_downloads=True)
     opened.problems, opened.requests = [], []
     opened.on("console", lambda message: opened.problems.append(message.text))
@@ -126,6 +131,38 @@ def test_a_click_on_the_legend_hides_a_method_everywhere_and_brings_it_back(page
     key.focus()
     page.keyboard.press("Enter")
     assert lines.nth(0).is_visible()
+
+
+def test_pointing_at_the_legend_picks_a_method_out(page):
+    def opacity(series):
+        part = page.locator(f'#curves g.series[data-series="{series}"]').nth(0)
+        return float(part.evaluate("e => getComputedStyle(e).opacity"))
+
+    page.mouse.move(2, 2)
+    page.locator("#curves").scroll_into_view_if_needed()
+    page.locator("#curves .key").nth(1).hover()
+    page.wait_for_timeout(300)  # it fades
+    assert opacity(1) == 1 and opacity(0) < 0.2
+    page.mouse.move(2, 2)
+    page.wait_for_timeout(300)
+    assert opacity(0) == 1
+
+
+def test_no_labels_of_an_axis_touch(page):
+    """Per drawing and line of text; the numbers in the cells and the legend included."""
+    touching = page.evaluate(
+        """() => [...document.querySelectorAll("figure:not([hidden]) svg")].flatMap((svg) => {
+          const boxes = [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBBox()]);
+          const found = [];
+          boxes.forEach(([a, p], n) => boxes.slice(n + 1).forEach(([b, q]) => {
+            const across = Math.min(p.x + p.width, q.x + q.width) - Math.max(p.x, q.x);
+            const down = Math.min(p.y + p.height, q.y + q.height) - Math.max(p.y, q.y);
+            if (across > 0.5 && down > 3) found.push(`${svg.id}: ${a} | ${b}`);
+          }));
+          return found;
+        })"""
+    )
+    assert touching == []
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])

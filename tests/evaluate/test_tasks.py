@@ -3,11 +3,13 @@
 import gzip
 import json
 import lzma
+import math
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 import depthroute as dr
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.evaluate import local_tasks, text_perplexity
 from depthroute.evaluate.tasks import parse_tasks, run_tasks
 from tests.checkpoints import TEXT, byte_tokenizer, save
@@ -34,7 +36,7 @@ ITEMS = {
     "lambada_openai.test": {"text": "the model reads what every layer said"},
 }
 SUBJECTS = ("anatomy", "astronomy", "marketing")
-MMLU = {"question": "Which one?", "choices": ["one", "two", "three", "four"]}
+MMLU = {"question": "Which\u2028one?", "choices": ["one", "two", "three", "four"]}
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,9 @@ def task_data(tmp_path_factory):
     files["mmlu.test"] = [MMLU | {"subject": s, "answer": n} for n, s in enumerate(SUBJECTS)]
     for number, (name, items) in enumerate(files.items()):
         opener, suffix = openers[number % 3]
-        with opener(folder / f"{name}.jsonl{suffix}", "wt") as handle:
-            handle.writelines(json.dumps(item) + "\n" for item in items)
+        with opener(folder / f"{name}.jsonl{suffix}", "wt", encoding="utf-8") as handle:
+            lines = (json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+            handle.writelines(lines)
     return folder
 
 
@@ -119,8 +122,31 @@ def test_scores_are_those_of_calling_the_harness_directly(
     assert ours["mmlu", "acc"]["num_items"] == 3
     assert ours["hellaswag", "acc_norm"]["num_items"] == 3
     model = dr.from_pretrained(folder)
-    limited = run_tasks(model, byte_tokenizer(), ("piqa",), data=task_data, limit=2)
-    assert [score.num_items for score in limited] == [2, 2]
+    samples = tmp_path / "samples.jsonl"
+    tasks = ("piqa", "lambada_openai")
+    limited = run_tasks(model, byte_tokenizer(), tasks, data=task_data, limit=2, samples=samples)
+    assert [score.num_items for score in limited] == [2, 2, 2, 2]
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [(row["task"], row["item"]) for row in rows] == [(t, n) for t in tasks for n in (0, 1)]
+    assert [len(row["log_likelihoods"]) for row in rows] == [2, 2, 1, 1]
+    chosen = [row["log_likelihoods"].index(max(row["log_likelihoods"])) for row in rows[:2]]
+    assert [row["acc"] for row in rows[:2]] == [float(c == 0) for c in chosen]
+    (found,) = (s.value for s in limited if s.metric == "perplexity")
+    assert found == pytest.approx(math.exp(-sum(r["log_likelihoods"][0] for r in rows[2:]) / 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tokenizer_without_special_tokens_takes_the_models(harness, folder, task_data):
+    """Such as the byte tokenizer that `train` writes."""
+    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
+    assert bare.bos_token_id is None and bare.eos_token_id is None
+    model = dr.from_pretrained(folder)
+    model.config.bos_token_id, model.config.eos_token_id = None, [3, 4]
+    (score, _) = run_tasks(model, bare, ("piqa",), data=task_data, limit=1)
+    assert score.num_items == 1
+    model.config.eos_token_id = None
+    with pytest.raises(DepthrouteError, match="neither the tokenizer nor the model"):
+        run_tasks(model, bare, ("piqa",), data=task_data, limit=1)
 
 
 def test_perplexity_of_a_file(depthroute, folder, tmp_path):
@@ -156,12 +182,23 @@ def test_generated_tasks_change_nothing_but_the_data(harness, task_data, tmp_pat
         (["--tasks", "helaswag"], "did you mean 'hellaswag'?"),
         (["--tasks", "piqa", "--task-data", "/nowhere"], "is not a folder"),
         (["--perplexity", "/nowhere.txt"], "cannot read --perplexity"),
+        (["--tasks", "piqa", "--samples", "/nowhere/s.jsonl"], "cannot write --samples"),
+        (["--perplexity", "t.txt", "--samples", "s.jsonl"], "does nothing without --tasks"),
+        (["--tasks", "piqa", "--add-bos"], "does nothing without --perplexity"),
     ],
 )
 def test_mistakes_are_one_line(depthroute, folder, arguments, message):
     status, out, err = depthroute("eval", folder, *arguments)
     assert (status, out) == (2, "")
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_data_are_judged_before_the_model_is_loaded(depthroute, tmp_path):
+    (tmp_path / "piqa.validation.jsonl").write_text("{}\n")
+    arguments = ["--tasks", "piqa", "--task-data", str(tmp_path)]
+    assert "line 1 lacks goal, label" in depthroute("eval", "/no/model", *arguments)[2]
+    status, _, err = depthroute("eval", "/no/model", "--perplexity", __file__)
+    assert status == 2 and "cannot load '/no/model': there is no such folder" in err
 
 
 def test_a_missing_task_file_says_what_was_looked_for(tmp_path):
@@ -184,6 +221,30 @@ def test_items_without_their_fields_are_refused_before_the_model_runs(tmp_path, 
     (tmp_path / "piqa.validation.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=message):
         local_tasks.write_definitions(("piqa",), tmp_path, _any_harness(tmp_path), tmp_path / "o")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("hellaswag.validation", {"endings": "abc"}),
+        ("hellaswag.validation", {"label": ""}),
+        ("arc_easy.test", {"choices": ["a", "b"]}),
+        ("arc_challenge.test", {"answerKey": "E"}),
+        ("piqa.validation", {"label": 2}),
+        ("winogrande.validation", {"sentence": "no gap"}),
+        ("boolq.validation", {"label": None}),
+        ("lambada_openai.test", {"text": "word"}),
+        ("mmlu.test", {"choices": ["one", "two"]}),
+    ],
+)
+def test_fields_of_another_shape_are_named(tmp_path, name, change):
+    item = {**ITEMS, "mmlu.test": MMLU | {"subject": "anatomy", "answer": 0}}[name]
+    task = name.split(".")[0]
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(item) + "\n")
+    local_tasks.check([task], tmp_path)
+    (tmp_path / f"{name}.jsonl").write_text(json.dumps(item | change) + "\n")
+    with pytest.raises(ConfigError, match=f"line 1 does not fit task '{task}', which needs"):
+        local_tasks.check([task], tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")

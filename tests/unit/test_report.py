@@ -209,3 +209,68 @@ def test_shades_and_ticks():
     assert log_ticks(0.5, 20) == pytest.approx([0.5, 1, 2, 5, 10, 20])
     names = ("embedding", "layers.3.attention", "layers.3.mlp", "block.2", "partial", "layers.4")
     assert [short_name(n) for n in names] == ["E", "3a", "3m", "b2", "now", "4"]
+
+
+def edit(path, change):
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+def test_a_run_without_traces_says_whose_routing_is_missing(tmp_path):
+    run = write_run(tmp_path / "run", ("standard", "delta"))
+    routing = {"event": "routing", "seed": 0, "method": "delta", "step": 40}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(routing | {"mean_normalised_max": 0.3}) + "\n")
+    (run / "traces.json").unlink()
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    Page(page)
+    assert "No routing was recorded for delta:" in page
+    assert 'id="panel-cost"' in page and 'id="panel-sharpness"' not in page
+
+
+def test_a_trace_of_a_run_of_one_model_need_not_name_it(tmp_path):
+    run = write_run(tmp_path / "run", ("delta",), seeds=(0,))
+    bare = ("method", "seed", "peak_memory_bytes")
+    edit(
+        run / "traces.json",
+        lambda t: {"traces": [{k: v for k, v in t["traces"][0].items() if k not in bare}]},
+    )
+    (series,) = collect([run])["series"]
+    assert series["trace"]["num_layers"] == 6 and series["cost"]["peak_memory_bytes"] is None
+
+
+def test_without_a_standard_model_cost_is_shown_as_measured(tmp_path):
+    run = write_run(tmp_path / "run", ("delta", "delta-block"), memory=True)
+    cost = next(f for f in figures(collect([run])) if f.name == "cost")
+    assert "Training tokens per second<" in cost.svg and "Peak memory of a step<" in cost.svg
+    assert "relative" not in cost.svg and 'class="zero"' not in cost.svg
+
+
+def test_the_lowest_loss_is_marked_among_runs_on_the_same_text_only(tmp_path):
+    runs = [write_run(tmp_path / n, (m,)) for n, m in (("a", "standard"), ("b", "delta"))]
+    other = write_run(tmp_path / "c", ("x0-skip",))
+    edit(other / "config.json", lambda c: c | {"data": {"name": "other", "baselines": {}}})
+    write_report([*runs, other], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert len(re.findall('<td class="best">', page)) == 1
+    assert re.search('x0-skip</td><td class="best">', page) is None
+
+
+def test_runs_that_differ_in_methods_alone_share_their_settings(tmp_path):
+    runs = [write_run(tmp_path / n, (m,)) for n, m in (("a", "standard"), ("b", "delta"))]
+    again = write_run(tmp_path / "c", ("delta",))
+    edit(again / "config.json", lambda c: c | {"methods": {"delta": {"method": "other"}}})
+    write_report([*runs, again], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<h3>Training</h3>") == 1 and "<b>a, b, c</b>" in page
+    assert "<td>delta · c</td><td>method other</td>" in page
+
+
+def test_a_layer_has_the_same_height_in_every_map(tmp_path):
+    data = collect([write_run(tmp_path / "run", ("delta",))])
+    (routing,) = [f for f in figures(data) if f.name.startswith("map-")]
+    attention, mlp = routing.hover["maps"]
+    assert attention["sites"][:2] == [None, "layers.1.attention"]
+    assert mlp["sites"][:2] == ["layers.0.mlp", "layers.1.mlp"] and mlp["sites"][-1] == "final"
+    sizes = [box["box"][3] / len(box["sites"]) for box in (attention, mlp)]
+    assert sizes[0] == pytest.approx(sizes[1]) and attention["box"][1] == mlp["box"][1]

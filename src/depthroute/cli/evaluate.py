@@ -45,6 +45,10 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Items per task (per subject for mmlu); default all.")
     ] = None,
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="File for every item's log-likelihoods, one JSON object a line."),
+    ] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens of context for perplexity.")] = 1024,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens between windows; left out, no overlap.")
@@ -62,13 +66,24 @@ def evaluate(
     """
     from depthroute.cli.convert import read_text
     from depthroute.errors import ConfigError
+    from depthroute.evaluate import local_tasks
     from depthroute.evaluate.tasks import harness_version, parse_tasks, run_tasks
 
     if tasks is None and perplexity is None:
         raise ConfigError("nothing to do; give --tasks, --perplexity FILE, or both")
+    given = {"--task-data": task_data, "--limit": limit, "--samples": samples}
+    _refuse("--tasks", tasks, given)
+    _refuse("--perplexity", perplexity, {"--stride": stride, "--add-bos": add_bos or None})
     if task_data is not None and not task_data.is_dir():
         raise ConfigError(f"--task-data {str(task_data)!r} is not a folder")
     names = () if tasks is None else parse_tasks(tasks)
+    if task_data is not None:
+        local_tasks.check(names, task_data)
+    if samples is not None:
+        try:
+            samples.touch()  # better now than after the last task
+        except OSError as error:
+            raise ConfigError(f"cannot write --samples {str(samples)!r}: {error}") from error
     text = None if perplexity is None else read_text(perplexity, "--perplexity")
     result: dict[str, Any] = {"model": model}
     if names:
@@ -83,13 +98,28 @@ def evaluate(
             Console(highlight=False, soft_wrap=True).print(str(report))
     if names:
         found = run_tasks(
-            loaded, tokenizer, names, data=task_data, limit=limit, batch_size=batch_size
+            loaded,
+            tokenizer,
+            names,
+            data=task_data,
+            limit=limit,
+            batch_size=batch_size,
+            samples=samples,
         )
         result["tasks"] = [score.to_dict() for score in found]
         if not as_json:
             Console().print(_table(result["tasks"], result["lm_eval"]))
     if as_json:
         print(json.dumps(result, indent=2))
+
+
+def _refuse(wanted: str, value: object, given: dict[str, object]) -> None:
+    """An option that would be ignored."""
+    from depthroute.errors import ConfigError
+
+    for name, option in given.items():
+        if value is None and option is not None:
+            raise ConfigError(f"{name} does nothing without {wanted}")
 
 
 def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:

@@ -115,7 +115,9 @@ def load(name: str, device: str, *, needs_routing: bool = False) -> tuple[Any, A
 
 @app.command(epilog="Example: `depthroute report runs/compare-1 --out report.html`")
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories of `depthroute compare`.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories of `compare`, `train` or `finetune`.")
+    ],
     out: Annotated[Path, typer.Option(help="Page to write.")] = Path("report.html"),
     figures: Annotated[
         Path | None, typer.Option(help="Also write every figure as SVG into this folder.")
@@ -137,8 +139,9 @@ def report(
         return
     console = Console(highlight=False, soft_wrap=True)
     size = out.stat().st_size / 1024
-    count = len(data["runs"])
-    console.print(f"{len(data['series'])} methods of {count} run{'' if count == 1 else 's'}")
+    counts = (("method", len(data["series"])), ("run", len(data["runs"])))
+    words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]
+    console.print(" of ".join(words))
     console.print(f"written: {out} ({size:,.0f} KiB)")
     if written:
         console.print(f"written: {len(written)} figures in {figures}")

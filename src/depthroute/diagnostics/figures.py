@@ -9,16 +9,16 @@ from depthroute.diagnostics.svg_map import bar_figure, map_figure
 
 # Okabe and Ito's set, told apart by colour-blind readers; light page, dark page
 COLORS = {
-    "standard": ("#6b7280", "#a3adba"),
-    "delta": ("#0072b2", "#4aa8e0"),
-    "delta-block": ("#56b4e9", "#9bd5f7"),
+    "standard": ("#30363d", "#f1f3f5"),
+    "delta": ("#0072b2", "#3f93ea"),
+    "delta-block": ("#56b4e9", "#9fdcff"),
     "attnres-block": ("#e69f00", "#f0b840"),
     "attnres-full": ("#d55e00", "#f08a4b"),
     "depth-attention": ("#009e73", "#35c49a"),
     "x0-skip": ("#cc79a7", "#e3a3c6"),
     "x0-skip-learned": ("#7d3c98", "#b98ad0"),
 }
-SPARE = (("#8c6d1f", "#cbb26a"), ("#1b1b1b", "#f2f2f2"), ("#b03a5b", "#e88aa5"))
+SPARE = (("#8c6d1f", "#cbb26a"), ("#b03a5b", "#e88aa5"), ("#5b7f1f", "#a9cc6b"))
 KINDS = [("attention", "Attention"), ("mlp", "MLP and final read"), ("values", "Values")]
 
 
@@ -61,9 +61,9 @@ def figures(data: dict[str, Any]) -> list[Figure]:
 def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     facets = []
     for key, title in (
-        ("validation", "Validation loss"),
+        ("validation", "Validation loss, nats per token"),
         ("difference", "Difference to standard, paired by seed"),
-        ("training", "Training loss"),
+        ("training", "Training loss, nats per token"),
     ):
         lines = [
             Line(look, curve["tokens"], curve["mean"], curve["spread"])
@@ -120,6 +120,12 @@ def _by_depth(
     return lines
 
 
+def _depths(data: dict[str, Any], rows: str) -> tuple[float, float]:
+    """The layers of the deepest model: charts that are read side by side share this axis."""
+    traces = [series["trace"] for series in data["series"] if series["trace"]]
+    return 0.0, float(max((row["layer"] for t in traces for row in t[rows]), default=1))
+
+
 def _sharpness(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     facets = []
     kinds = [k for k in KINDS if _by_depth(data, looks, "sites", k[0], "normalised_max")]
@@ -131,7 +137,14 @@ def _sharpness(data: dict[str, Any], looks: list[Style]) -> Figure | None:
             lines = _by_depth(data, looks, "sites", kind, measure)
             shallow = max(len(line.x) for line in lines) <= 16
             facets.append(
-                Facet(f"{words}: {title}", "layer", lines, bounds=(0, 1.04), has_markers=shallow)
+                Facet(
+                    f"{words}: {title}",
+                    "layer",
+                    lines,
+                    bounds=(0, 1.04),
+                    x_bounds=_depths(data, "sites"),
+                    has_markers=shallow,
+                )
             )
     if not facets:
         return None
@@ -140,41 +153,61 @@ def _sharpness(data: dict[str, Any], looks: list[Style]) -> Figure | None:
 
 def _magnitudes(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     facets = []
-    for measure, title in (
+    measures = (
         ("output_rms", "output rms"),
         ("stream_rms", "residual stream rms"),
         ("gradient_rms", "gradient rms at the output"),
-    ):
-        for kind, words in (("attention", "Attention"), ("mlp", "MLP")):
+    )
+    kinds = (("attention", "Attention"), ("mlp", "MLP"))
+    columns = 0
+    for kind, words in kinds:
+        for measure, title in measures:
             lines = _by_depth(data, looks, "sublayers", kind, measure)
-            values = [y for line in lines for y in line.y]
-            if not values:
+            both = [n for k, _ in kinds for n in _by_depth(data, looks, "sublayers", k, measure)]
+            values = [y for line in both for y in line.y]
+            if not lines:
                 continue
+            columns += kind == "attention"
             facets.append(
                 Facet(
                     f"{words}: {title}",
                     "layer",
                     lines,
+                    x_bounds=_depths(data, "sublayers"),
                     logarithmic=min(values) > 0 and max(values) > 8 * min(values),
                     has_markers=max(len(line.x) for line in lines) <= 16,
                 )
             )
     if not facets:
         return None
-    return line_figure("magnitudes", "Magnitudes by depth", facets, 2)
+    return line_figure("magnitudes", "Magnitudes by depth", facets, columns or len(facets))
 
 
 def _cost(data: dict[str, Any], looks: list[Style]) -> Figure | None:
+    """Relative to standard where that is known of every series; else as measured."""
+    costs = [(look, series["cost"]) for look, series in zip(looks, data["series"], strict=True)]
+    speeds = [(look, cost) for look, cost in costs if cost["tokens_per_second"]]
+    is_relative = all(cost["relative_speed"] is not None for _, cost in speeds)
     speed, memory = [], []
-    for look, series in zip(looks, data["series"], strict=True):
-        cost = series["cost"]
-        if cost["relative_speed"] is not None:
-            rate = f"{cost['relative_speed']:.2f}x  ({cost['tokens_per_second']:,.0f}/s)"
-            speed.append((look, cost["relative_speed"], rate))
-        if cost["relative_memory"] is not None:
-            size = f"{cost['relative_memory']:.2f}x  ({cost['peak_memory_bytes'] / 2**30:.2f} GiB)"
-            memory.append((look, cost["relative_memory"], size))
-    groups = [("Training tokens per second, relative to standard", speed)]
-    groups.append(("Peak memory of a step, relative to standard", memory))
+    for look, cost in speeds:
+        rate, size = cost["tokens_per_second"], cost["peak_memory_bytes"]
+        shown = f"{rate:,.0f}/s"
+        if is_relative:
+            speed.append(
+                (look, cost["relative_speed"], f"{cost['relative_speed']:.2f}x  ({shown})")
+            )
+        else:
+            speed.append((look, rate, shown))
+        if size is None:
+            continue
+        shown = f"{size / 2**30:.2f} GiB"
+        if not is_relative:
+            memory.append((look, size, shown))
+        elif cost["relative_memory"] is not None:
+            relative = cost["relative_memory"]
+            memory.append((look, relative, f"{relative:.2f}x  ({shown})"))
+    words = ", relative to standard" if is_relative else ""
+    groups = [(f"Training tokens per second{words}", speed)]
+    groups.append((f"Peak memory of a step{words}", memory))
     groups = [(words, bars) for words, bars in groups if bars]
-    return bar_figure("cost", "What each method costs", groups) if groups else None
+    return bar_figure("cost", "What each method costs", groups, is_relative) if groups else None

@@ -19,14 +19,15 @@ PANELS = {
         "Loss",
         "Mean over seeds; the band is one sample standard deviation. The paired difference "
         "subtracts the standard model of the same seed, so what the seeds share cancels. The loss "
-        "axes leave out the first tenth of training.",
+        "axes leave out the first tenth of training. Point at a legend entry to pick out a method; "
+        "click it to hide the method.",
     ),
     "maps": (
         "Where each site reads",
         "A row is a site, a column a source, stronger colour is more weight (mean over tokens, "
-        "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the "
-        "attention and MLP outputs of layer 3, b2 is a block, now is the block being filled. Empty "
-        "cells are no source of that site.",
+        "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the attention and "
+        "MLP outputs of layer 3 and 3 alone its values, b2 is a block, now is the block being "
+        "filled. Sites with one source choose nothing and have no row.",
     ),
     "sharpness": (
         "How sharply each site chooses",
@@ -40,7 +41,7 @@ PANELS = {
     ),
     "cost": (
         "Cost",
-        "Speed is the median training step. Memory is the peak of a step on devices that count it.",
+        "Speed is the median training step; memory is the peak of a step.",
     ),
 }
 
@@ -119,7 +120,9 @@ def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
     by_panel: dict[str, list[Figure]] = {}
     for figure in drawn:
         by_panel.setdefault(figure.name.split("-")[0].replace("map", "maps"), []).append(figure)
-    parts += [_panel(name, data, by_panel[name]) for name in PANELS if name in by_panel]
+    for name in PANELS:
+        if name in by_panel or (name == "maps" and _untraced(data)):
+            parts.append(_panel(name, data, by_panel.get(name, [])))
     parts.append(_settings(data))
     return "\n".join(parts)
 
@@ -140,6 +143,16 @@ def _lead(data: dict[str, Any]) -> str:
 
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
+    if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
+        devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
+        caption = f"{caption[:-1]}, which this device ({devices}) does not count."
+    notes = f"<p>{escape(caption)}</p>" if drawn else ""
+    if name == "maps" and (untraced := _untraced(data)):
+        notes += (
+            f'<p class="note">No routing was recorded for {escape(", ".join(untraced))}: a run '
+            "without traces.json has curves and cost alone. <code>depthroute inspect</code> draws "
+            "the map of a saved model.</p>"
+        )
     tabs = ""
     labels = [data["series"][int(f.name[4:])]["label"] if name == "maps" else "" for f in drawn]
     if len(drawn) > 1:
@@ -157,33 +170,45 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     tools = (
         '<div class="tools"><button data-format="svg">SVG</button>'
         '<button data-format="png">PNG</button></div>'
+        if drawn
+        else ""
     )
     return (
         f'<section id="panel-{name}" class="{name}"><div class="head"><h2>{heading}</h2>{tools}'
-        f"</div><p>{escape(caption)}</p>{tabs}{pictures}</section>"
+        f"</div>{notes}{tabs}{pictures}</section>"
     )
+
+
+def _untraced(data: dict[str, Any]) -> list[str]:
+    """Methods that route, of runs that did not record where to."""
+    rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
+    return [
+        series["label"]
+        for series, row in zip(data["series"], rows, strict=True)
+        if series["trace"] is None and row["mean_normalised_max"] is not None
+    ]
 
 
 def _results(data: dict[str, Any]) -> str:
     head = ("method", "validation loss", "vs standard", "parameters added", "tokens/s")
     rows = []
     all_rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
-    means = [r["validation_loss"]["mean"] for r in all_rows if r["validation_loss"]]
+    lowest = _lowest(data, all_rows)
     for number, (series, row) in enumerate(zip(data["series"], all_rows, strict=True)):
         loss = row["validation_loss"]
         shown = spread(loss, "{:.4f}")
         if row["diverged"]:
             where = ", ".join(f"seed {d['seed']} at step {d['step']}" for d in row["diverged"])
             shown = f"diverged ({where})"
-        added, speed = row["routing_parameters"], series["cost"]["relative_speed"]
+        added, cost = row["routing_parameters"], series["cost"]
         sharp = row["mean_normalised_max"]
         cells = [
-            spread(row["difference"], "{:+.4f}"),
+            spread(row["difference"], "{:+.4f}").replace("-0.", "\N{MINUS SIGN}0."),
             "-" if added is None else f"{added:,}",
-            "-" if speed is None else f"{speed:.2f}x",
+            _speed(cost["tokens_per_second"], cost["relative_speed"]),
             "-" if sharp is None else f"{sharp:.3f}",
         ]
-        best = ' class="best"' if loss and loss["mean"] == min(means) else ""
+        best = ' class="best"' if number in lowest else ""
         rows.append(
             f'<tr><td><i class="swatch" style="background:var(--c{number})"></i>'
             f"{escape(series['label'])}</td><td{best}>{shown}</td>"
@@ -200,8 +225,26 @@ def _results(data: dict[str, Any]) -> str:
     )
 
 
+def _lowest(data: dict[str, Any], rows: list[dict[str, Any]]) -> set[int]:
+    """Which rows have the lowest loss of all that were judged on the same text."""
+    by_text: dict[str, dict[int, float]] = {}
+    for number, (series, row) in enumerate(zip(data["series"], rows, strict=True)):
+        if row["validation_loss"]:
+            text = json.dumps(data["runs"][series["run"]]["config"]["data"], sort_keys=True)
+            by_text.setdefault(text, {})[number] = row["validation_loss"]["mean"]
+    compared = [losses for losses in by_text.values() if len(losses) > 1]
+    return {n for losses in compared for n in losses if losses[n] == min(losses.values())}
+
+
+def _speed(rate: float | None, relative: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:,.0f}" + ("" if relative is None else f" ({relative:.2f}x)")
+
+
 def _settings(data: dict[str, Any]) -> str:
-    blocks = []
+    """Runs that differ in their methods alone share one block."""
+    shared: dict[str, tuple[list[str], dict[str, Any]]] = {}
     for run in data["runs"]:
         config = run["config"]
         environment = config["environment"]
@@ -216,9 +259,20 @@ def _settings(data: dict[str, Any]) -> str:
             | {"platform": environment["platform"]},
             "Hardware": {d["device"]: d["name"] for d in environment["devices"]},
         }
-        tables = "".join(_setting_table(name, values) for name, values in groups.items())
-        name = escape(run["name"])
-        blocks.append(f'<p class="lead"><b>{name}</b></p><div class="settings">{tables}</div>')
+        same = json.dumps({**groups, "Methods": None}, sort_keys=True)
+        names, known = shared.setdefault(same, ([], groups))
+        names.append(run["name"])
+        methods = dict(known["Methods"])
+        for name, routing in groups["Methods"].items():
+            is_other = methods.get(name, routing) != routing
+            methods[f"{name} · {run['name']}" if is_other else name] = routing
+        known["Methods"] = methods
+    blocks = [
+        f'<p class="lead"><b>{escape(", ".join(names))}</b></p><div class="settings">'
+        + "".join(_setting_table(name, values) for name, values in groups.items())
+        + "</div>"
+        for names, groups in shared.values()
+    ]
     return (
         '<section id="panel-settings"><div class="head"><h2>Settings and versions</h2></div>'
         f"{''.join(blocks)}</section>"
@@ -229,6 +283,7 @@ def _setting_table(name: str, values: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><td>{escape(str(key))}</td><td>{escape(_words(value))}</td></tr>"
         for key, value in values.items()
+        if value != {}
     )
     return f"<div><h3>{name}</h3><table><tbody>{rows}</tbody></table></div>"
 

@@ -120,9 +120,10 @@ def _series(
         for seed, curve in validation.items()
         if seed in baseline and method != BASELINE
     }
-    mine = [t for t in traces if t["method"] == method]
+    is_alone = len(run["summary"]["rows"]) == 1  # a run of one model need not name it
+    mine = [t for t in traces if is_alone or t["method"] == method]
     memory = _peak(mine)
-    standard = _peak([t for t in traces if t["method"] == BASELINE])
+    standard = _peak([t for t in traces if t.get("method", method) == BASELINE])
     return {
         "validation": _curve(validation, tokens_per_step),
         "training": _curve(training, tokens_per_step),
@@ -167,7 +168,7 @@ def _curve(by_seed: dict[int, dict[int, float]], tokens_per_step: int) -> dict[s
 
 
 def _peak(traces: list[dict[str, Any]]) -> int | None:
-    return max((t["peak_memory_bytes"] for t in traces if t["peak_memory_bytes"]), default=None)
+    return max((t["peak_memory_bytes"] for t in traces if t.get("peak_memory_bytes")), default=None)
 
 
 def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     return {
         "num_layers": first["num_layers"],
-        "seeds": [t["seed"] for t in traces],
+        "seeds": [t.get("seed") for t in traces],
         "sources": first["sources"],
         "sites": sites,
         "sublayers": sublayers,

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 WIDTH = 1000
-INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#9aa5b1", "#e4e7eb"
+INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#7b8794", "#e4e7eb"
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
@@ -44,6 +44,8 @@ class Facet:
     """Largest y shown; None shows everything."""
     has_zero_line: bool = False
     bounds: tuple[float, float] | None = None
+    x_bounds: tuple[float, float] | None = None
+    """Shared by facets that are read side by side; None fits the lines."""
     has_markers: bool = False
 
 
@@ -96,8 +98,10 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high < 200 * low else (1,)
-    ticks = [m * 10.0**p for p in powers for m in steps if low <= m * 10.0**p <= high]
+    tens = [10.0**p for p in powers if low <= 10.0**p <= high]
+    ticks = [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
+    if high >= 200 * low or (len(ticks) > 6 and len(tens) > 1):
+        ticks = tens  # even steps: every second of 1, 2, 5 would not be
     return ticks[:: -(-len(ticks) // 6)] if ticks else [low, high]
 
 
@@ -117,11 +121,17 @@ def tick_text(value: float) -> str:
     return f"{round(value, 6):g}".replace("-", "\N{MINUS SIGN}")
 
 
+def text_width(words: str, size: float = 12) -> float:
+    """About what a sans-serif font takes; narrow letters count as half."""
+    narrow = sum(letter in "ijltfr.,:;|-() '" for letter in words)
+    return size * (0.58 * (len(words) - narrow) + 0.34 * narrow)
+
+
 def legend(styles: list[Style], y: float) -> tuple[str, float]:
     """Swatches in rows across the top; returns them and the height they took."""
     parts, x, row = [], 8.0, y
     for style in styles:
-        width = 44 + 6.7 * len(style.label)
+        width = 52 + text_width(style.label)
         if x + width > WIDTH - 8 and x > 8:
             x, row = 8.0, row + 20
         parts.append(
@@ -169,7 +179,7 @@ def _facet(
     box = (left + 50, top + 24, width - 58, height - 62)
     x0, y0, w, h = box
     xs = [x for line in facet.lines for x in line.x]
-    low_x, high_x = (min(xs), max(xs)) if xs else (0.0, 1.0)
+    low_x, high_x = facet.x_bounds or ((min(xs), max(xs)) if xs else (0.0, 1.0))
     high_x = high_x if high_x > low_x else low_x + 1
     low, high = _y_range(facet)
 
@@ -197,11 +207,13 @@ def _facet(
         parts.append(text(at_x(tick), y0 + h + 16, words, anchor="middle"))
     parts.append(text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"))
     parts.append(
-        f'<clipPath id="{name}-clip"><rect x="{x0:.1f}" y="{y0 - 2:.1f}" width="{w + 3:.1f}" '
-        f'height="{h + 4:.1f}"/></clipPath><g clip-path="url(#{name}-clip)">'
+        f'<clipPath id="{name}-clip"><rect x="{x0 - 4:.1f}" y="{y0 - 3:.1f}" width="{w + 8:.1f}" '
+        f'height="{h + 6:.1f}"/></clipPath><g clip-path="url(#{name}-clip)">'
     )
-    for line in facet.lines:
-        parts.append(_line(line, at_x, at_y, facet.has_markers))
+    # all bands below all lines: a band over a line would change its colour
+    opacity = 0.16 if len(facet.lines) < 4 else 0.09
+    parts += [_band(line, at_x, at_y, opacity) for line in facet.lines]
+    parts += [_line(line, at_x, at_y, facet.has_markers) for line in facet.lines]
     parts.append("</g>")
     hover = {
         "title": facet.title,
@@ -236,18 +248,23 @@ def _rule(path: str, kind: str, color: str) -> str:
     return f'<path class="{kind}" d="{path}" fill="none" stroke="{color}" stroke-width="1"/>'
 
 
+def _band(line: Line, at_x: Any, at_y: Any, opacity: float) -> str:
+    """One standard deviation either side, where more than one seed says what it is."""
+    triples = list(zip(line.x, line.y, line.spread, strict=True))
+    if not triples or any(s is None for _, _, s in triples):
+        return ""
+    upper = [f"{at_x(x):.1f} {at_y(y + (s or 0)):.1f}" for x, y, s in triples]
+    lower = [f"{at_x(x):.1f} {at_y(y - (s or 0)):.1f}" for x, y, s in reversed(triples)]
+    number = line.style.number
+    return (
+        f'<path class="series band f{number}" data-series="{number}" '
+        f'd="M{"L".join(upper + lower)}Z" fill="{line.style.color}" fill-opacity="{opacity:g}"/>'
+    )
+
+
 def _line(line: Line, at_x: Any, at_y: Any, has_markers: bool) -> str:
     style = line.style
     points = [f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in zip(line.x, line.y, strict=True)]
-    band = ""
-    triples = list(zip(line.x, line.y, line.spread, strict=True))
-    if triples and all(s is not None for _, _, s in triples):
-        upper = [f"{at_x(x):.1f} {at_y(y + (s or 0)):.1f}" for x, y, s in triples]
-        lower = [f"{at_x(x):.1f} {at_y(y - (s or 0)):.1f}" for x, y, s in reversed(triples)]
-        band = (
-            f'<path class="f{style.number}" d="M{"L".join(upper + lower)}Z" fill="{style.color}" '
-            'fill-opacity="0.14"/>'
-        )
     marks = ""
     if has_markers or len(points) == 1:
         dots = "".join(f"M{p}h.01" for p in points)
@@ -255,5 +272,6 @@ def _line(line: Line, at_x: Any, at_y: Any, has_markers: bool) -> str:
             f'<path class="c{style.number}" d="{dots}" fill="none" stroke="{style.color}" '
             'stroke-width="5" stroke-linecap="round"/>'
         )
-    drawn = _stroke(style, "M" + "L".join(points)) if points else ""
-    return f'<g class="series" data-series="{style.number}">{band}{drawn}{marks}</g>'
+    width = 1.8 if len(points) <= 64 else 1.2
+    drawn = _stroke(style, "M" + "L".join(points), width) if points else ""
+    return f'<g class="series" data-series="{style.number}">{drawn}{marks}</g>'

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
-from depthroute.diagnostics.svg import FAINT, GRID, INK, WIDTH, Figure, Style, document, text
+from depthroute.diagnostics.svg import (
+    FAINT,
+    GRID,
+    INK,
+    WIDTH,
+    Figure,
+    Style,
+    document,
+    text,
+    text_width,
+)
 
 LEVELS = 24
 """Shades; a cell's is the square root of its weight, so that 1% is still seen beside 60%."""
-_LIGHT = ((243, 246, 250), (139, 184, 221), (8, 48, 107))
-_DARK = ((30, 37, 46), (44, 108, 165), (203, 230, 255))
+_STOPS = (0.0, 0.12, 0.3, 0.5, 0.7, 1.0)
+"""Most change is at the low end, where the weights of a deep model lie."""
+_LIGHT = ("e9f0f8", "cfe1f2", "a9cfe8", "74b0dc", "3379b8", "08306b")
+_DARK = ("1b2530", "1c354e", "1f4a70", "26629a", "4f98d6", "e3f1ff")
 _HEIGHT, _ROW, _COLUMN = 480.0, 21.0, 54.0
 """Most height of a map and most size of a cell: deep models get small cells, shallow ones calm."""
 
 
 def ramp(is_dark: bool = False) -> list[str]:
     """The colour of every level, faint to full."""
-    low, middle, high = _DARK if is_dark else _LIGHT
+    stops = [[int(c[n : n + 2], 16) for n in (0, 2, 4)] for c in (_DARK if is_dark else _LIGHT)]
     colors = []
     for level in range(LEVELS):
-        position = 2 * level / (LEVELS - 1)
-        start, end = (low, middle) if position < 1 else (middle, high)
-        share = position if position < 1 else position - 1
-        mixed = (round(a + (b - a) * share) for a, b in zip(start, end, strict=True))
-        colors.append("#" + "".join(f"{c:02x}" for c in mixed))
+        position = level / (LEVELS - 1)
+        after = next(n for n, stop in enumerate(_STOPS) if stop >= position and n)
+        start, end = _STOPS[after - 1], _STOPS[after]
+        share = (position - start) / (end - start)
+        pairs = zip(stops[after - 1], stops[after], strict=True)
+        colors.append("#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs))
     return colors
 
 
@@ -52,11 +66,14 @@ def map_figure(
     ]
     gap = 30
     width = (WIDTH - gap * (len(groups) - 1)) / len(groups)
-    rows = max(len(sites) for _, sites in groups)
+    # a layer has the same height in every map, so that they are read across
+    first = min(site["layer"] for _, sites in groups for site in sites)
+    rows = 1 + max(site["layer"] for _, sites in groups for site in sites) - first
     cell = min(_ROW, _HEIGHT / rows)
     body, hovers = "", []
     for number, (words, sites) in enumerate(groups):
-        drawn, hover = _map(words, sites, trace["sources"], number * (width + gap), width, cell)
+        left = number * (width + gap)
+        drawn, hover = _map(words, sites, trace["sources"], left, width, cell, first)
         body += drawn
         hovers.append(hover)
     bottom = 42 + rows * cell + 44
@@ -72,7 +89,11 @@ def _map(
     left: float,
     width: float,
     height: float,
+    first: int,
 ) -> tuple[str, dict[str, Any]]:
+    rows: list[dict[str, Any] | None] = [None] * (1 + sites[-1]["layer"] - first)
+    for site in sites:
+        rows[site["layer"] - first] = site
     used = sorted({position for site in sites for position in site["sources"]})
     column = {position: number for number, position in enumerate(used)}
     x0, y0 = left + 40, 42.0
@@ -80,7 +101,8 @@ def _map(
     parts = [text(left + 4, 15, words, size=13, kind="ink")]
     by_level: dict[int, list[str]] = {}
     figures = []
-    for row, site in enumerate(sites):
+    for site in sites:
+        row = site["layer"] - first
         y, below = y0 + row * height, y0 + (row + 1) * height
         for position, weight in zip(site["sources"], site["weights"], strict=True):
             x, level = x0 + column[position] * wide, level_of(weight)
@@ -104,44 +126,60 @@ def _map(
     parts.append("</g>")
     if figures:
         parts.append(f'<g font-size="9.5" text-anchor="middle">{"".join(figures)}</g>')
-    parts += _axes(sites, [names[p] for p in used], x0, y0, wide, height)
+    bottom = y0 + len(rows) * height
+    parts += _rows(rows, x0, y0, height, first)
+    parts += _columns([names[p] for p in used], x0, bottom, wide)
     end = x0 + len(used) * wide
-    bottom = y0 + len(sites) * height
     parts.append(
         f'<path class="grid" d="M{x0:.1f} {y0:.1f}V{bottom:.1f}H{end:.1f}" fill="none" '
         f'stroke="{GRID}"/>'
     )
     hover = {
         "title": words,
-        "box": [round(x0, 2), y0, round(len(used) * wide, 2), round(len(sites) * height, 2)],
+        "box": [round(x0, 2), y0, round(len(used) * wide, 2), round(len(rows) * height, 2)],
         "sources": used,
-        "sites": [site["name"] for site in sites],
+        "sites": [site and site["name"] for site in rows],
     }
     return "".join(parts), hover
 
 
-def _axes(
-    sites: list[dict[str, Any]],
-    names: list[str],
-    x0: float,
-    y0: float,
-    wide: float,
-    height: float,
+def _every(size: float, room: float) -> int:
+    """Label one layer in this many: a round number with ``room`` for each."""
+    return next(n for n in (1, 2, 5, 10, 20, 50, 100, 200, 500) if n * size >= room or n == 500)
+
+
+def _rows(
+    rows: list[dict[str, Any] | None], x0: float, y0: float, height: float, first: int
 ) -> list[str]:
-    parts = []
-    every = max(1, math.ceil(13 / height))
-    for row, site in enumerate(sites):
-        is_final = site["name"] == "final"
-        clear = len(sites) - 1 - row >= every or not any(s["name"] == "final" for s in sites)
-        if is_final or (row % every == 0 and clear):
-            label = "final" if is_final else str(site["layer"])
+    every = _every(height, 13)
+    parts = [text(x0 - 6, y0 - 7, "layer", anchor="end", kind="faint")]
+    last = rows[-1]
+    has_final = last is not None and last["name"] == "final"
+    for row in range(len(rows)):
+        is_final = has_final and row == len(rows) - 1
+        is_crowded = has_final and (len(rows) - 1 - row) * height < 12
+        if is_final or ((first + row) % every == 0 and not is_crowded):
+            label = "final" if is_final else str(first + row)
             parts.append(text(x0 - 6, y0 + (row + 0.5) * height + 3.8, label, anchor="end"))
-    every = max(1, math.ceil(26 / wide))
-    bottom = y0 + len(sites) * height
-    for number in range(0, len(names), every):
-        x = x0 + (number + 0.5) * wide
-        parts.append(text(x, bottom + 15, short_name(names[number]), anchor="middle"))
-    parts.append(text(x0 - 6, y0 - 7, "layer", anchor="end", kind="faint"))
+    return parts
+
+
+def _columns(names: list[str], x0: float, bottom: float, wide: float) -> list[str]:
+    """Every source, or where there is no room the first one of each so many layers."""
+    parts, end = [], -math.inf
+    layers = [re.fullmatch(r"layers\.(\d+)(\.\w+)?", name) for name in names]
+    each = max(1, round(len(names) / max(1, len({m[1] for m in layers if m}))))
+    every = 1 if wide >= 24 else _every(wide * each, 32)
+    seen = set()
+    for number, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        x, label = x0 + (number + 0.5) * wide, short_name(name)
+        if wide < 24 and layer:
+            if layer[1] in seen or int(layer[1]) % every:
+                continue
+            seen.add(layer[1])
+        if x - len(label) * 3.3 > end + 5:
+            parts.append(text(x, bottom + 15, label, anchor="middle"))
+            end = x + len(label) * 3.3
     parts.append(text(x0, bottom + 31, "source, first to last", kind="faint"))
     return parts
 
@@ -151,29 +189,36 @@ def _scale(y: float) -> str:
     x0, width = 40.0, 240.0
     step = width / LEVELS
     cells = "".join(
-        f'<rect class="w{n}" x="{x0 + n * step:.1f}" y="{y:.0f}" width="{step + 0.3:.1f}" '
-        f'height="10" fill="{color}"/>'
+        f'<rect class="w{n}" x="{x0 + n * step:.1f}" y="{y:.0f}" width="{step:.1f}" '
+        f'height="10" fill="{color}" shape-rendering="crispEdges"/>'
         for n, color in enumerate(ramp())
     )
     ticks = "".join(
         text(x0 + width * math.sqrt(v), y + 24, f"{v:g}", anchor="middle")
         for v in (0, 0.05, 0.25, 0.5, 1)
     )
-    return cells + ticks + text(x0 + width + 12, y + 9, "mean weight", kind="faint")
+    return (
+        cells
+        + ticks
+        + text(x0 + width + 12, y + 9, "mean weight; blank is no source", kind="faint")
+    )
 
 
 def bar_figure(
-    name: str, title: str, groups: list[tuple[str, list[tuple[Style, float, str]]]]
+    name: str,
+    title: str,
+    groups: list[tuple[str, list[tuple[Style, float, str]]]],
+    is_relative: bool = True,
 ) -> Figure:
-    """Horizontal bars; the rule at 1 is the standard model."""
+    """Horizontal bars from 0; where they are relative, the rule at 1 is the standard model."""
     gap = 40
     width = (WIDTH - gap * (len(groups) - 1)) / len(groups)
     row, top, body, hovers = 25.0, 34.0, "", []
     for number, (words, bars) in enumerate(groups):
         left = number * (width + gap)
-        labels = min(7.0 * max(len(style.label) for style, _, _ in bars) + 14, width * 0.4)
+        labels = min(max(text_width(style.label) for style, _, _ in bars) + 20, width * 0.45)
         x0, room = left + labels, width - labels - 130
-        most = max(1.0, *(value for _, value, _ in bars))
+        most = max([1.0 if is_relative else 0.0, *(value for _, value, _ in bars)]) or 1.0
         body += text(left + 4, 15, words, size=13, kind="ink")
         boxes = []
         for at, (style, value, shown) in enumerate(bars):
@@ -187,11 +232,12 @@ def bar_figure(
             )
             boxes.append([round(v, 1) for v in (left, y, width, row)])
         bottom = top + len(bars) * row
-        one = x0 + room / most
-        body += (
-            f'<path class="zero" d="M{one:.1f} {top - 4:.1f}V{bottom:.1f}" stroke="{FAINT}" '
-            'stroke-dasharray="3 3" fill="none"/>'
-        )
+        if is_relative:
+            one = x0 + room / most
+            body += (
+                f'<path class="zero" d="M{one:.1f} {top - 4:.1f}V{bottom:.1f}" stroke="{FAINT}" '
+                'stroke-dasharray="3 3" fill="none"/>'
+            )
         hovers.append({"boxes": boxes, "series": [style.number for style, _, _ in bars]})
     height = top + max(len(bars) for _, bars in groups) * row + 10
     return Figure(name, title, document(name, title, height, body), {"bars": hovers})

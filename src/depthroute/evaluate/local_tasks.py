@@ -10,7 +10,8 @@ import gzip
 import json
 import lzma
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,47 @@ FIELDS = {
 """What the harness's task files read of an item."""
 
 TASKS = tuple(DEFINITIONS)
+
+
+def _is_texts(value: Any, count: int = 1) -> bool:
+    is_list = isinstance(value, list) and len(value) >= count
+    return is_list and all(isinstance(v, str) for v in value)
+
+
+def _is_arc(item: dict[str, Any]) -> bool:
+    choices = item["choices"]
+    if not isinstance(choices, dict) or not all(_is_texts(choices.get(k)) for k in _ARC_KEYS):
+        return False
+    same = len(choices["text"]) == len(choices["label"])
+    return same and item["answerKey"] in choices["label"]
+
+
+def _is_number(value: Any, below: int) -> bool:
+    return str(value) in {str(n) for n in range(below)}
+
+
+_ARC_KEYS = ("text", "label")
+_ARC = ("choices as {text: [...], label: [...]} with answerKey among its labels", _is_arc)
+SHAPES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
+    "hellaswag": (
+        "endings as a list of texts and label as the number of one of them",
+        lambda i: _is_texts(i["endings"]) and _is_number(i["label"], len(i["endings"])),
+    ),
+    "arc_easy": _ARC,
+    "arc_challenge": _ARC,
+    "piqa": ("label 0 or 1", lambda i: _is_number(i["label"], 2)),
+    "winogrande": (
+        "a sentence with _ in it and answer 1 or 2",
+        lambda i: "_" in str(i["sentence"]) and str(i["answer"]) in ("1", "2"),
+    ),
+    "boolq": ("label 0 or 1", lambda i: _is_number(int(i["label"]), 2)),
+    "mmlu": (
+        "choices as a list of four texts and answer as the number of one",
+        lambda i: _is_texts(i["choices"], 4) and _is_number(i["answer"], 4),
+    ),
+    "lambada_openai": ("a text of several words", lambda i: " " in str(i["text"]).strip()),
+}
+"""What the harness would otherwise stumble over, in words and as a test."""
 SPLITS = ("test", "validation")
 _SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
 
@@ -55,6 +97,14 @@ def find(folder: Path, task: str) -> tuple[Path, str]:
         f"--task-data {str(folder)!r} holds no data for task {task!r}; looked for "
         f"{task}.test.jsonl and {task}.validation.jsonl, plain, .xz or .gz"
     )
+
+
+def check(tasks: Iterable[str], data: Path) -> None:
+    """Every file is there and every item in it has its fields: before a model is loaded."""
+    for task in tasks:
+        source, _ = find(data, task)
+        with _reading(source) as lines:
+            _check(lines, source, task)
 
 
 def write_definitions(tasks: Iterable[str], data: Path, harness: Path, out: Path) -> None:
@@ -72,37 +122,46 @@ def write_definitions(tasks: Iterable[str], data: Path, harness: Path, out: Path
                 "depthroute is tested with (pip install 'depthroute[eval]')"
             )
         copy = out / f"{task}.{split}.jsonl"
-        _copy(source, copy)
-        _check(copy, source, FIELDS[task])
+        with _reading(source) as reader, copy.open("wb") as writer:
+            shutil.copyfileobj(reader, writer)
+        with copy.open("rb") as lines:
+            _check(lines, source, task)
         if task == "mmlu":
             _write_mmlu(copy, split, definition.parent, out)
         else:
             _write(out / f"{task}.yaml", {"task": task} | _data(definition, copy, split, out))
 
 
-def _copy(source: Path, target: Path) -> None:
+@contextmanager
+def _reading(source: Path) -> Iterator[Any]:
     opener: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
     try:
-        with opener.get(source.suffix, open)(source, "rb") as reader, target.open("wb") as writer:
-            shutil.copyfileobj(reader, writer)
+        with opener.get(source.suffix, open)(source, "rb") as reader:
+            yield reader
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ConfigError(f"cannot read {str(source)!r}: {error}") from error
 
 
-def _check(copy: Path, source: Path, fields: set[str]) -> None:
+def _check(lines: Iterable[bytes], source: Path, task: str) -> None:
     """Here rather than deep inside the harness: every line is an item with its fields."""
-    number = 0
-    with copy.open(encoding="utf-8") as handle:
-        for number, line in enumerate(handle, 1):
-            try:
-                missing = fields - json.loads(line).keys()
-            except (ValueError, AttributeError) as error:
-                raise ConfigError(f"{source.name} line {number} is no JSON object") from error
-            if missing:
-                raise ConfigError(
-                    f"{source.name} line {number} lacks {', '.join(sorted(missing))}; the data "
-                    "set's own fields are needed"
-                )
+    number, (words, is_right) = 0, SHAPES[task]
+    for number, line in enumerate(lines, 1):
+        where = f"{source.name} line {number}"
+        try:
+            item = json.loads(line)
+            missing = FIELDS[task] - item.keys()
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"{where} is no JSON object") from error
+        if missing:
+            raise ConfigError(
+                f"{where} lacks {', '.join(sorted(missing))}; the data set's own fields are needed"
+            )
+        try:
+            fits = is_right(item)
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ConfigError(f"{where} does not fit task {task!r}, which needs {words}")
     if not number:
         raise ConfigError(f"{source.name} holds no items")
 
@@ -124,8 +183,10 @@ def _data(definition: Path, file: Path, split: str, cache: Path) -> dict[str, An
 def _write_mmlu(file: Path, split: str, harness: Path, out: Path) -> None:
     """One file a subject, and the harness's groups of those that are there."""
     by_subject: dict[str, list[str]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        by_subject.setdefault(json.loads(line)["subject"], []).append(line)
+    # not splitlines(): a question may hold U+2028 or another separator that is no end of line here
+    for line in file.read_text(encoding="utf-8").split("\n"):
+        if line.strip():
+            by_subject.setdefault(json.loads(line)["subject"], []).append(line)
     tags = set()
     for subject, lines in by_subject.items():
         definition = harness / f"mmlu_{subject}.yaml"

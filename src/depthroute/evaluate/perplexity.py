@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
 
@@ -96,10 +95,14 @@ def perplexity(
 
 
 def _losses(model: Any, batch: Tensor) -> Tensor:
-    """Nats of every token of each row but the first."""
+    """Nats of every token of each row but the first.
+
+    By logsumexp: over a large vocabulary the CPU's fp32 cross entropy is biased (8e-6 nats low for
+    49,152 tokens, where this is within 1e-8), and a bias does not average out.
+    """
     logits = model(input_ids=batch, use_cache=False).logits[:, :-1].float()
-    nats = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
-    return nats.view(batch.shape[0], -1)
+    chosen = logits.gather(-1, batch[:, 1:, None]).squeeze(-1)
+    return logits.logsumexp(-1) - chosen
 
 
 def _spans(total: int, window: int, stride: int) -> list[tuple[int, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -62,8 +63,12 @@ def run_tasks(
     data: Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
+    samples: Path | None = None,
 ) -> list[TaskScore]:
-    """Zero-shot scores. ``data`` is a folder of local copies; without it the hub is asked."""
+    """Zero-shot scores. ``data`` is a folder of local copies; without it the hub is asked.
+
+    ``samples`` is a file for every item's log-likelihoods, one JSON object a line.
+    """
     harness_version()
     with ExitStack() as stack:
         where = None
@@ -71,13 +76,40 @@ def run_tasks(
             where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthroute-")))
             write_definitions(tasks, data, harness_folder(), where)
         try:
-            found = evaluate(model, tokenizer, tasks, where, limit=limit, batch_size=batch_size)
+            found = evaluate(
+                model,
+                tokenizer,
+                tasks,
+                where,
+                limit=limit,
+                batch_size=batch_size,
+                log_samples=samples is not None,
+            )
         except ConnectionError as error:
             raise DepthrouteError(
                 f"lm-eval could not load its data: {error}. Connect, or give local copies with "
                 "--task-data DIR"
             ) from error
+    if samples is not None:
+        write_samples(found["samples"], samples)
     return scores(found, tasks)
+
+
+def write_samples(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """The harness's items: what each answer scored, which is right, and whether it was chosen."""
+    with path.open("w", encoding="utf-8") as file:
+        for task, items in found.items():
+            for item in sorted(items, key=lambda item: item["doc_id"]):
+                answers = [answer for (answer,) in item["resps"]]  # one try a request
+                row = {
+                    "task": task,
+                    "item": item["doc_id"],
+                    "target": item["target"],
+                    "log_likelihoods": [float(value) for value, _ in answers],
+                    "is_greedy": [bool(greedy) for _, greedy in answers],
+                }
+                row |= {metric: item[metric] for metric in _METRICS if metric in item}
+                file.write(json.dumps(row, default=float) + "\n")
 
 
 def harness_folder() -> Path:
@@ -95,6 +127,7 @@ def evaluate(
     *,
     limit: int | None,
     batch_size: int,
+    log_samples: bool = False,
 ) -> dict[str, Any]:
     """One call of the harness."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -107,16 +140,39 @@ def evaluate(
     )
     with redirect_stdout(sys.stderr):  # the harness prints; stdout is the caller's
         found = lm_eval.simple_evaluate(
-            model=huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+            model=huggingface.HFLM(
+                pretrained=model,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                prefix_token_id=_prefix(model, tokenizer),
+            ),
             tasks=list(tasks),
             num_fewshot=0,
             limit=limit,
             task_manager=manager,
-            log_samples=False,
+            log_samples=log_samples,
         )
     if found is None:
         raise DepthrouteError("lm-eval returned nothing; only the first process of a group scores")
     return dict(found)
+
+
+def _prefix(model: Any, tokenizer: Any) -> int | None:
+    """What stands before a text with no context; None leaves the choice to the harness.
+
+    A byte tokenizer has no such token of its own, while the model was trained with one.
+    """
+    if tokenizer.bos_token_id is not None or tokenizer.eos_token_id is not None:
+        return None
+    config = model.config
+    for token in (config.bos_token_id, config.eos_token_id):
+        first = token[0] if isinstance(token, list) else token
+        if first is not None:
+            return int(first)
+    raise DepthrouteError(
+        "the tasks need a token that begins a text; neither the tokenizer nor the model's "
+        "config.json names one (bos_token_id or eos_token_id)"
+    )
 
 
 def scores(found: dict[str, Any], tasks: tuple[str, ...]) -> list[TaskScore]:

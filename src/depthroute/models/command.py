@@ -55,6 +55,10 @@ def load_plain(base: str, dtype: Any = "auto") -> Any:
 
 def load_model(base: str, dtype: Any = "auto") -> Any:
     """Whatever the folder or hub id holds: a plain model, a routed one, or an adapter."""
+    if (base.startswith((".", "/", "~")) or base.count("/") > 1) and not Path(base).is_dir():
+        raise CheckpointError(
+            f"cannot load {base!r}: there is no such folder; give a model's folder or a hub id"
+        )
     try:
         if saving.is_adapter(base):
             return from_pretrained(base, dtype=dtype).eval()
