@@ -10,10 +10,11 @@ from rich.console import Console
 
 from depthroute import diagnostics, presets
 from depthroute.errors import ConfigError
-from depthroute.train import compare, environment, prepare
-from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
+from depthroute.train import environment, lockstep, prepare
+from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.data import TokenData
 from depthroute.train.display import comparison_table, spread
+from depthroute.train.lockstep import fingerprint, rotated
 from depthroute.train.loop import Trainer
 from depthroute.train.methods import METHODS, parse_method, parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
@@ -82,7 +83,7 @@ def test_a_method_that_draws_more_numbers_is_given_the_same_start():
     with torch.no_grad():
         next(models[1].parameters()).add_(1.0)
     assert fingerprint(models[0]) != fingerprint(models[1])
-    compare.share_start(*models, "delta:loops=2")
+    lockstep.share_start(*models, "delta:loops=2")
     assert fingerprint(models[0]) == fingerprint(models[1])
 
 
@@ -162,7 +163,7 @@ def test_an_interrupt_before_the_first_validation_still_leaves_a_summary(tmp_pat
 
 
 def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
-    original = compare.share_start
+    original = lockstep.share_start
 
     def spoil(first, model, label):
         original(first, model, label)
@@ -170,7 +171,7 @@ def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
 
-    monkeypatch.setattr(compare, "share_start", spoil)
+    monkeypatch.setattr(lockstep, "share_start", spoil)
     run = RunDirectory.create(tmp_path / "run")
     summary = run_comparison(small("standard,delta", seeds=(0,)), run)
     assert summary["is_complete"]
@@ -288,7 +289,7 @@ def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(m
     assert kept == pytest.approx(3 * parameters + buffers, rel=0.01)
 
 
-@pytest.mark.parametrize("setting", ["save_every=5", "document_masking=true", "on_bad_step=skip"])
+@pytest.mark.parametrize("setting", ["keep_last=5", "on_bad_step=skip"])
 def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
     with pytest.raises(ConfigError, match=r"--set .* is for depthroute train"):
         prepare.comparison(methods="standard", assignments=[setting])

@@ -28,8 +28,21 @@ from depthroute.cli.convert import (
 Data = Annotated[
     str,
     typer.Option(
-        help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, or "
-        "hf:NAME[:CONFIG[:SPLIT]], which is streamed."
+        help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, "
+        "hf:NAME[:CONFIG[:SPLIT]], which is streamed, or tokens:DIR, made before."
+    ),
+]
+Validation = Annotated[
+    str | None, typer.Option(help="Held-out text of its own, instead of a part of --data.")
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(help="Folder, hub id, train:SIZE or bytes (default where they suffice)."),
+]
+Shape = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", help="Model setting key=value, such as num_hidden_layers=4. Repeatable."
     ),
 ]
 Out = Annotated[Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")]
@@ -45,7 +58,9 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the weights and the order of 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
 TextField = Annotated[str, typer.Option(help="The field of JSONL and Parquet that holds text.")]
-HeldOut = Annotated[float, typer.Option(help="Percent of documents for validation.")]
+HeldOut = Annotated[
+    float | None, typer.Option(help="Percent of documents for validation; left out, 5.")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="Tokenise no more than this.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Tokenising processes.")]
 Cache = Annotated[
@@ -62,10 +77,7 @@ Wandb = Annotated[str | None, typer.Option(help="Send records to this W&B projec
 def train(
     data: Data,
     preset: Annotated[str, typer.Option(help="Model shape; see `depthroute presets`.")] = "tiny",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder, hub id, train:SIZE or bytes (default where they suffice)."),
-    ] = None,
+    tokenizer: Tokenizer = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -79,10 +91,7 @@ def train(
         typer.Option(help="paper, reference, complete, centered or gate; left out, paper."),
     ] = None,
     routing: RoutingSettings = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Model setting key=value, such as num_hidden_layers=4. Repeatable."),
-    ] = None,
+    model: Shape = None,
     steps: Steps = None,
     settings: Settings = None,
     out: Out = None,
@@ -91,7 +100,8 @@ def train(
     device: Device = "auto",
     parallel: Parallel = "ddp",
     text_field: TextField = "text",
-    held_out: HeldOut = 5.0,
+    held_out: HeldOut = None,
+    validation: Validation = None,
     max_tokens: MaxTokens = None,
     workers: Workers = None,
     cache: Cache = None,
@@ -114,12 +124,13 @@ def train(
     chosen = None if method is None else routing_config(method, *given)
     common = {"tokenizer": tokenizer, "seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"validation": validation}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:
         from depthroute.train import launch
 
-        return launch.train(request, preset, chosen, _assigned(model, "--model"))
+        return launch.train(request, preset, chosen, assigned(model, "--model"))
 
     _run("train", start, data, out, resume, _changes(settings, steps), common, as_json)
 
@@ -153,7 +164,8 @@ def finetune(
     device: Device = "auto",
     parallel: Parallel = "ddp",
     text_field: TextField = "text",
-    held_out: HeldOut = 5.0,
+    held_out: HeldOut = None,
+    validation: Validation = None,
     max_tokens: MaxTokens = None,
     workers: Workers = None,
     cache: Cache = None,
@@ -170,6 +182,7 @@ def finetune(
     chosen = routing_config(method, num_blocks, block_size, init, routing)
     common = {"seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"validation": validation}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:
@@ -186,14 +199,21 @@ def finetune(
     _run("finetune", start, data, out, resume, _changes(settings, steps), common, as_json)
 
 
-def _assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
+def check_resume(resume: str) -> None:
+    from depthroute.errors import unknown
+
+    if resume not in ("never", "auto"):
+        raise unknown("--resume", resume, ("never", "auto"))
+
+
+def assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
     from depthroute.train.methods import parse_assignment
 
     return dict(parse_assignment(a, option) for a in assignments or [])
 
 
 def _changes(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
-    return _assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
+    return assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
 
 
 def _run(
@@ -210,12 +230,11 @@ def _run(
     import transformers
 
     from depthroute.diagnostics import trace
-    from depthroute.errors import ConfigError, unknown
+    from depthroute.errors import ConfigError
     from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
 
-    if resume not in ("never", "auto"):
-        raise unknown("--resume", resume, ("never", "auto"))
+    check_resume(resume)
     is_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if out is None and (resume == "auto" or is_many):
         why = "--resume auto continues" if resume == "auto" else "several processes share"
@@ -224,7 +243,7 @@ def _run(
     is_main = os.environ.get("RANK", "0") == "0"
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main)
-    with _Watching(notes) as watching:
+    with Watching(notes) as watching:
         request = Request(
             data,
             out,
@@ -271,7 +290,7 @@ def resume_command(out: Path) -> str:
     return shlex.join([*start, *words])
 
 
-class _Watching:
+class Watching:
     """Two bars one after the other: tokens made, steps taken."""
 
     def __init__(self, console: Console) -> None:
@@ -280,7 +299,7 @@ class _Watching:
         self.console, self.bar = console, training_bar(console)
         self.task: Any = None
 
-    def __enter__(self) -> _Watching:
+    def __enter__(self) -> Watching:
         return self
 
     def __exit__(self, *error: object) -> None:
