@@ -114,12 +114,7 @@ def _series(
         seed: _thin({step + 1: loss for step, loss in curve.items()})
         for seed, curve in _by_seed(records, "step", method).items()
     }
-    baseline = _by_seed(records, "validation", BASELINE)
-    paired = {
-        seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
-        for seed, curve in validation.items()
-        if seed in baseline and method != BASELINE
-    }
+    paired = {} if method == BASELINE else _paired(records, method)
     mine = [t for t in traces if t["method"] == method]
     memory = _peak(mine)
     standard = _peak([t for t in traces if t["method"] == BASELINE])
@@ -142,6 +137,26 @@ def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int
     for record in records:
         if record["event"] == event and record["method"] == method:
             found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
+    return found
+
+
+def _paired(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
+    """Differences to the standard model of the same seed at the same step.
+
+    With equal time they are taken at the same round and shown at the method's own step.
+    """
+    standard = {
+        (r["seed"], r.get("round", r["step"])): r["loss"]
+        for r in records
+        if r["event"] == "validation" and r["method"] == BASELINE
+    }
+    found: dict[int, dict[int, float]] = {}
+    for record in records:
+        if record["event"] == "validation" and record["method"] == method:
+            place = (record["seed"], record.get("round", record["step"]))
+            if place in standard:
+                difference = record["loss"] - standard[place]
+                found.setdefault(record["seed"], {})[record["step"]] = difference
     return found
 
 

@@ -96,7 +96,7 @@ class Lockstep:
             done = number + 1
             is_last = done == steps.rounds
             if steps.is_due(done, self.settings.validate_every) or is_last:
-                self._validate(done, steps)
+                self._validate(done, steps, stop)
             if not is_last and self._is_save_due(done, steps):
                 self._save(done)
         self._look()
@@ -106,9 +106,13 @@ class Lockstep:
         for label in rotated(list(self.trainers), number):
             if self.trainers[label].completed < steps.target(label, number + 1):
                 self._step(label, (number + 1, steps.rounds))
-            if stop.signal:
-                self._save(number)
-                raise Interrupt(stop.signal)
+            self._stop_if_asked(stop, number)
+
+    def _stop_if_asked(self, stop: Stop, number: int, lines: int | None = None) -> None:
+        """Saved so that the run goes on inside round ``number``."""
+        if stop.signal:
+            self._save(number, lines)
+            raise Interrupt(stop.signal)
 
     def _build(self, *, is_new: bool) -> None:
         if self.settings.compile is not None:
@@ -170,10 +174,12 @@ class Lockstep:
                 self.memory[label] = max(peak, self.memory.get(label, 0))
         self.on_step(Progress(self.seed, label, result, rounds))
 
-    def _validate(self, rounds: int, steps: Pace) -> None:
+    def _validate(self, rounds: int, steps: Pace, stop: Stop) -> None:
+        lines = self.directory.count()  # stopped half way, it is done again as a whole
         tokens = sum(b.num_targets for b in self.validation)
         is_even = len(set(steps.steps.values())) == 1
         for label, trainer in self.trainers.items():
+            self._stop_if_asked(stop, rounds - 1, lines)
             loss = trainer.validate(self.validation)
             # where methods take different steps, it is the round that they are compared at
             place = {} if is_even else {"round": rounds}
@@ -185,8 +191,9 @@ class Lockstep:
             return steps.is_due(done, self.settings.save_every)
         return time.monotonic() - self._saved > SAVE_SECONDS
 
-    def _save(self, rounds: int) -> None:
-        state = {"seed": self.seed, "round": rounds, "lines": self.directory.count()}
+    def _save(self, rounds: int, lines: int | None = None) -> None:
+        lines = self.directory.count() if lines is None else lines
+        state = {"seed": self.seed, "round": rounds, "lines": lines}
         self.checkpoints.save(state | {"memory": self.memory}, self.trainers)
         self._saved = time.monotonic()
 

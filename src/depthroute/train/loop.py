@@ -191,7 +191,8 @@ class Trainer:
         count = sum(batch.num_targets for batch in batches)
         if self.settings.compile is not None:
             batches = [batch.padded(len(batches[0].inputs)) for batch in batches]
-        sums = [self._loss_sum(batch.to(self.device)) for batch in batches]
+        parts = [p for batch in batches for p in batch.split(self.settings.accumulation)]
+        sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
         self.model.train()
         return sum(value.item() for value in sums) / count
 
