@@ -113,7 +113,7 @@ def train(
 
     The text is tokenised once and kept. Ctrl-C and SIGTERM save and stop; `--resume auto` goes on
     as if nothing had happened. The run directory ends with config.json, metrics.jsonl,
-    checkpoints/ and model/, which `from_pretrained` loads. For several devices put
+    checkpoints/, traces.json and model/, which `from_pretrained` loads. For several devices put
     `torchrun --nproc-per-node N -m` before `depthroute.cli train`.
     """
     given = (num_blocks, block_size, init, routing)
@@ -229,7 +229,7 @@ def _run(
     """With progress on stderr, so that stdout holds the result alone."""
     import transformers
 
-    from depthroute.diagnostics import trace
+    from depthroute.diagnostics import record, trace
     from depthroute.errors import ConfigError
     from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
@@ -250,7 +250,7 @@ def _run(
             resume=resume == "auto",
             changes=changes,
             watch=watching.watch(),
-            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
+            look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             **common,
         )
         try:

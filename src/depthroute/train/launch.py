@@ -1,6 +1,6 @@
 """From what a user asks for to a finished run directory: ``train`` and ``finetune``.
 
-RUN/config.json, metrics.jsonl, checkpoints/, summary.json, model/
+RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from depthroute import presets
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
-from depthroute.models.command import load_plain
+from depthroute.models.command import load_model, load_plain
 from depthroute.models.convert import convert
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
@@ -23,7 +23,7 @@ from depthroute.presets import Recipe
 from depthroute.train import environment, sources, tokenise
 from depthroute.train.data import TokenData
 from depthroute.train.fit import Fit, Sink, export, peak_memory
-from depthroute.train.lockstep import LOOK_SEQUENCES, Sharpness
+from depthroute.train.lockstep import LOOK_SEQUENCES, Look, look_inputs
 from depthroute.train.loop import StepResult, Trainer
 from depthroute.train.prepare import choose_device
 from depthroute.train.resuming import open_run, refuse_another
@@ -72,8 +72,8 @@ class Request(TextSource):
     tensorboard: bool = False
     wandb: str | None = None
     watch: Watch = Watch()
-    sharpness: Sharpness | None = None
-    """Looks at the trained model, as in a comparison."""
+    look: Look | None = None
+    """At the trained model, as in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,47 @@ def _run(
         watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
     watch.on_start(trainer.completed, job.settings.steps)
     outcome = fit()
-    if request.sharpness is not None and world.is_main and not is_sharded(model):
-        inputs = data.validation_batches(LOOK_SEQUENCES)[0].inputs[:LOOK_SEQUENCES]
-        value = request.sharpness(trainer.inner, inputs.to(trainer.device))
-        fit.record("routing", mean_normalised_max=value)
-        outcome["mean_normalised_max"] = value
     outcome |= {"run": str(run.path), "model": str(run.path / "model")}
+    peak = peak_memory(trainer.device) if trainer.device.type == "cuda" else None
     export(trainer, run.path / "model", vocabulary)
-    if world.is_main:
+
+    def finish() -> None:
+        trace = _look(request, fit, run.path / "model", watch)
+        if trace is not None:
+            about = {"seed": fit.seed, "method": fit.label, "peak_memory_bytes": peak}
+            run.write_json("traces.json", {"traces": [about | trace]})
+            outcome["mean_normalised_max"] = trace["mean_normalised_max"]
+            fit.record("routing", mean_normalised_max=trace["mean_normalised_max"])
         run.write_json("summary.json", outcome)
-    world.barrier()
+
+    world.on_main(finish)
     return outcome
+
+
+def _look(request: Request, fit: Fit, saved: Path, watch: Watch) -> dict[str, Any] | None:
+    """A trace of the trained model, by the first rank alone: no other has to take part.
+
+    A sharded model is read back from where it was ``saved``, whole.
+    """
+    trainer = fit.trainer
+    if request.look is None:
+        return None
+    inputs = look_inputs(fit.data.validation_batches(LOOK_SEQUENCES), trainer.settings)
+    try:
+        model = trainer.inner
+        if is_sharded(trainer.model):
+            model = load_model(str(saved), dtype=torch.float32).to(trainer.device)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for parameter in frozen:  # or the gradient would not reach the first sublayers
+            parameter.requires_grad_(True)
+        with trainer.looking():
+            found = request.look(model, inputs.to(trainer.device))
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return found
+    except torch.OutOfMemoryError:
+        watch.note("no memory left to look at the trained model; the run has no traces.json")
+        return None
 
 
 def _config(request: Request, job: _Job, index: dict[str, Any], world: World) -> dict[str, Any]:

@@ -224,10 +224,16 @@ class Lockstep:
         return found
 
     def _inputs(self) -> Tensor:
-        return torch.cat([b.inputs for b in self.validation])[:LOOK_SEQUENCES].to(self.device)
+        return look_inputs(self.validation, self.settings).to(self.device)
 
     def _record(self, event: str, label: str, **values: Any) -> None:
         self.directory.append({"event": event, "seed": self.seed, "method": label} | values)
+
+
+def look_inputs(validation: list[Batch], settings: TrainSettings) -> Tensor:
+    """A few held-out sequences, and no more than a step runs at once: there is room for those."""
+    count = min(LOOK_SEQUENCES, max(1, settings.batch_size // settings.accumulation))
+    return torch.cat([b.inputs for b in validation])[:count]
 
 
 def raise_recompile_limit(models: int) -> None:
