@@ -1,4 +1,4 @@
-"""Compiled comparisons: one graph for training and one for validation of each method, made ahead."""
+"""Compiled comparisons: a graph for training and one for validation of each method, made ahead."""
 
 from dataclasses import replace
 

@@ -219,7 +219,7 @@ def test_text_that_is_judged_by_is_left_out_of_training(tmp_path, corpus):
     assert found["validation"] == judged
     assert found["train"] == [t for t in TEXTS if t != TEXTS[7]]
     index = read_index(folder)
-    assert index["documents_left_out"] == 1 and index["validation"] == str(file)
+    assert index["documents_left_out"] == 1 and index["validation"]["name"] == str(file)
     assert folder != prepare(corpus, as_bytes(), cache=tmp_path)
 
 

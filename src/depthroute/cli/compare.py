@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
-from depthroute.cli.train import (
+from depthroute.cli.options import (
     Cache,
     Device,
     HeldOut,

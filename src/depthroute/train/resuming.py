@@ -36,7 +36,8 @@ def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """Without where the data lies, and what was computed from it."""
-    data = {k: v for k, v in config["data"].items() if k not in ("name", "baselines")}
+    left_out = ("name", "validation", "baselines")
+    data = {k: v for k, v in config["data"].items() if k not in left_out}
     return config | {"data": data}
 
 

@@ -101,9 +101,12 @@ def open_folder(folder: Path, settings: TrainSettings, *, verify: bool = True) -
 def describe(index: dict[str, Any]) -> dict[str, Any]:
     """What ``config.json`` says of the data."""
     parts = index["parts"]
+    judged = index.get("validation") or {"name": None, "sha256": None}
     return {
         "name": index["corpus"]["name"],
         "sha256": index["corpus"]["sha256"],
+        "validation": judged["name"],
+        "validation_sha256": judged["sha256"],
         "tokenizer": index["tokenizer"],
         "train_tokens": parts["train"]["tokens"],
         "train_documents": parts["train"]["documents"],

@@ -42,7 +42,7 @@ def summarise(config: dict[str, Any], records: Iterable[dict[str, Any]]) -> dict
         "steps": step,
         "tokens": step * config["train"]["batch_size"] * config["train"]["sequence_length"],
         "seeds": sorted(losses),
-        "data": config["data"]["name"],
+        "data": config["data"].get("validation") or config["data"]["name"],
         "unit": config["data"].get("unit", "byte"),
         "baselines": config["data"]["baselines"],
         "rows": rows,

@@ -140,7 +140,7 @@ def prepare(
             vocabulary.save_pretrained(temporary / TOKENIZER)
             index = {
                 "format": shards.FORMAT,
-                "corpus": {"name": corpus.name, "sha256": corpus.fingerprint},
+                "corpus": _identity(corpus),
                 "tokenizer": {
                     "name": vocabulary.name,
                     "sha256": vocabulary.fingerprint,
@@ -149,7 +149,7 @@ def prepare(
                 },
                 "dtype": vocabulary.dtype.name,
                 "held_out_percent": held_out,
-                "validation": None if validation is None else validation.name,
+                "validation": validation and _identity(validation),
                 "documents_left_out": copies.left_out,
                 "parts": {part: writer.close() for part, writer in writers.items()},
             }
@@ -157,6 +157,10 @@ def prepare(
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
+
+
+def _identity(corpus: Corpus) -> dict[str, str]:
+    return {"name": corpus.name, "sha256": corpus.fingerprint}
 
 
 def stored_vocabulary(folder: Path) -> Vocabulary:
