@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from depthroute import diagnostics, presets
+from depthroute.diagnostics.report import render
 from depthroute.diagnostics.report_data import collect
 from depthroute.errors import ConfigError
 from depthroute.train import environment, lockstep, prepare
@@ -486,9 +487,10 @@ def test_equal_time_gives_each_method_the_steps_that_fit_and_a_whole_schedule(
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(comparison_table(summary))
     text = console.export_text()
-    assert "equal time, 1 to 1 s" in text and "tokens" in text and "params" not in text
+    assert "equal time, 1 to 1 s each" in text and "tokens" in text and "params" not in text
     data = collect([run.path])
     delta = next(s for s in data["series"] if s["method"] == "delta")
+    assert "equal time, 1 to 1 s each" in render(data, [], "page")
     assert delta["difference"]["steps"] == delta["validation"]["steps"] == [2, 5, 8]
 
 

@@ -52,8 +52,7 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     scale = " and ".join(f"{name} {loss:.3f}" for name, loss in summary["baselines"].items())
     given = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
     if is_timed:
-        seconds = [row["seconds"] for row in summary["rows"] if row["seconds"]]
-        given = f"equal time, {min(seconds, default=0):,.0f} to {max(seconds, default=0):,.0f} s"
+        given = given_time(summary)
     table = Table(
         title=f"{summary['preset']}: {given}, {len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
         caption=f"Validation loss: nats per {summary['unit']} on held-out {summary['data']}; for "
@@ -79,6 +78,12 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     for row in summary["rows"]:
         table.add_row(row["method"], *_cells(row, is_timed))
     return table
+
+
+def given_time(summary: dict[str, Any]) -> str:
+    """What a comparison at equal time was given, as it came out."""
+    seconds = [row["seconds"] for row in summary["rows"] if row["seconds"]]
+    return f"equal time, {min(seconds, default=0):,.0f} to {max(seconds, default=0):,.0f} s each"
 
 
 def _cells(row: dict[str, Any], is_timed: bool) -> list[str]:
