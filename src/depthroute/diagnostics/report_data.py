@@ -114,7 +114,12 @@ def _series(
         seed: _thin({step + 1: loss for step, loss in curve.items()})
         for seed, curve in _by_seed(records, "step", method).items()
     }
-    paired = {} if method == BASELINE else _paired(records, method)
+    baseline = _standard_beside(records, method)
+    paired = {
+        seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
+        for seed, curve in validation.items()
+        if seed in baseline and method != BASELINE
+    }
     mine = [t for t in traces if t["method"] == method]
     memory = _peak(mine)
     standard = _peak([t for t in traces if t["method"] == BASELINE])
@@ -140,24 +145,19 @@ def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int
     return found
 
 
-def _paired(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
-    """Differences to the standard model of the same seed at the same step.
+def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
+    """The standard model's losses where ``method`` was validated, by the method's own step.
 
-    With equal time they are taken at the same round and shown at the method's own step.
+    With equal time the two are at other steps then, but in the same round.
     """
-    standard = {
-        (r["seed"], r.get("round", r["step"])): r["loss"]
-        for r in records
-        if r["event"] == "validation" and r["method"] == BASELINE
-    }
-    found: dict[int, dict[int, float]] = {}
-    for record in records:
-        if record["event"] == "validation" and record["method"] == method:
-            place = (record["seed"], record.get("round", record["step"]))
-            if place in standard:
-                difference = record["loss"] - standard[place]
-                found.setdefault(record["seed"], {})[record["step"]] = difference
-    return found
+    found = [r for r in records if r["event"] == "validation"]
+    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in found}
+    beside: dict[int, dict[int, float]] = {}
+    for (label, seed, place), record in places.items():
+        standard = places.get((BASELINE, seed, place))
+        if label == method and standard is not None:
+            beside.setdefault(seed, {})[record["step"]] = standard["loss"]
+    return beside
 
 
 def _thin(curve: dict[int, float]) -> dict[int, float]:
