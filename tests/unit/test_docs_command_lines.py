@@ -33,7 +33,17 @@ def command_lines(text):
             yield words.split(" # ")[0].split(" 2>")[0]
 
 
-LINES = [(page.name, line) for page in PAGES for line in command_lines(page.read_text())]
+def spans(text):
+    """Command lines inside a sentence, where they are more than a command's name."""
+    found = re.findall(r"`depthroute ([a-z][^`]* --[^`]*)`", text)
+    return [" ".join(span.split()) for span in found if "..." not in span]
+
+
+LINES = [
+    (page.name, line)
+    for page in PAGES
+    for line in (*command_lines(page.read_text()), *spans(page.read_text()))
+]
 
 
 @pytest.mark.parametrize(("page", "line"), LINES, ids=lambda value: value[:60])
@@ -48,5 +58,6 @@ def test_command_lines_are_found():
     text = "    depthroute train --data a.txt \\\n        --steps 3\n\nsay depthroute train\n"
     assert list(command_lines(text)) == ["train --data a.txt  --steps 3"]
     assert list(command_lines("```\n$ depthroute env\n```\n")) == ["env"]
+    assert spans("as `depthroute env\n--json` and `depthroute env` do") == ["env --json"]
     pages = {page for page, _ in LINES}
     assert {"README.md", "training.md", "tutorial-from-text.md", "tutorial-finetune.md"} <= pages
