@@ -35,7 +35,7 @@ def command_lines(text):
 
 def spans(text):
     """Command lines inside a sentence, where they are more than a command's name."""
-    found = re.findall(r"`depthroute ([a-z][^`]* --[^`]*)`", text)
+    found = re.findall(r"`depthroute ([a-z][^`]*\s--[^`]*)`", text)
     return [" ".join(span.split()) for span in found if "..." not in span]
 
 
