@@ -117,3 +117,18 @@ def test_a_full_disk_tells_every_rank_and_keeps_the_last_good_checkpoint(seen, m
         assert found["message"].count("\n") == 0
         assert (found["kept"], found["completed"]) == ([0], 0)
     assert "the last good checkpoint is" in seen[0][mode]["full disk"]["message"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_rank_looks_at_the_trained_model_and_the_others_do_not_wait_for_ever(
+    tmp_path, mode
+):
+    (tmp_path / "book.txt").write_text("the depth of a model is what it reads\n" * 100)
+    options = ["--data", "book.txt", "--method", "delta", "--steps", "2", "--out", "run"]
+    options += ["--model", "num_hidden_layers=2", "--model", "hidden_size=16", "--cache", "cache"]
+    options += ["--set", "batch_size=4", "--set", "sequence_length=16", "--parallel", mode]
+    processes = start_ranks("-m", "depthroute.cli", "train", *options, folder=tmp_path)
+    status, logs = wait(processes, tmp_path)
+    assert status == [0, 0], logs
+    (trace,) = json.loads((tmp_path / "run" / "traces.json").read_text())["traces"]
+    assert trace["sites"] and all(s["gradient_rms"] > 0 for s in trace["sublayers"])

@@ -88,6 +88,10 @@ def test_an_interrupt_says_so_and_keeps_what_was_finished(tmp_path, book):
         (["--methods", "dleta"], "unknown method 'dleta'; did you mean 'delta'?"),
         (["--data", "/nowhere/text"], "/nowhere/text does not exist"),
         (["--set", "lr=fast"], "train.lr='fast' must be a finite number"),
+        (["--equal", "energy"], "unknown --equal 'energy'"),
+        (["--tokenizer", "bytes"], "need the text; add --data"),
+        (["--resume", "auto"], "continues the run in --out; name it"),
+        (["--preset", "100m"], "needs text of its own; give it with --data"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_status_2(depthroute, arguments, message):

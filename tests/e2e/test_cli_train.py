@@ -75,6 +75,14 @@ def test_train_leaves_a_run_directory_whose_model_loads(depthroute, tmp_path, te
     (routing,) = [r for r in records if r["event"] == "routing"]
     assert 0 <= routing["mean_normalised_max"] <= 1
     assert {(r["method"], r["seed"]) for r in records} == {("delta:num_blocks=2", 0)}
+    (trace,) = RunDirectory(out).read_json("traces.json")["traces"]
+    assert (trace["method"], trace["seed"]) == ("delta:num_blocks=2", 0)
+    assert trace["mean_normalised_max"] == routing["mean_normalised_max"]
+    assert trace["peak_memory_bytes"] is None and len(trace["sublayers"]) == 4
+    page = tmp_path / "report.html"
+    assert depthroute("report", out, "--out", page)[0] == 0
+    for panel in ("curves", "maps", "sharpness", "magnitudes"):
+        assert f'id="panel-{panel}"' in page.read_text()
     assert (out / "checkpoints" / "best" / "state.json").is_file()
     model = dr.from_pretrained(out / "model")
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
@@ -165,6 +173,8 @@ def test_finetune_converts_and_trains_with_the_published_rates(
     is_same = [torch.equal(p, trained.get_parameter(name)) for name, p in plain.named_parameters()]
     assert all(is_same) if freeze else not any(is_same)
     assert AutoTokenizer.from_pretrained(out / "model")("The depth").input_ids
+    (trace,) = RunDirectory(out).read_json("traces.json")["traces"]
+    assert trace["sites"] and all(s["gradient_rms"] > 0 for s in trace["sublayers"])
 
 
 @pytest.mark.parametrize(
@@ -178,6 +188,9 @@ def test_finetune_converts_and_trains_with_the_published_rates(
         (["train", "--data", "X", "--preset", "delta-220m"], "needs a tokenizer: give --tokenizer"),
         (["train", "--data", "X", "--set", "speed=3"], "unknown training setting 'speed'"),
         (["train", "--data", "X", "--parallel", "tp"], "--parallel 'tp' is none of ddp, fsdp"),
+        (["train", "--data", "tokens:X"], "holds no prepared tokens"),
+        (["train", "--data", "tokens:X", "--tokenizer", "bytes"], "holds tokens already; leave it"),
+        (["train", "--data", "X", "--validation", "X", "--held-out", "3"], "give one of them"),
         (["train", "--data", "X", "--held-out", "0"], "--held-out 0.0 must be between 0 and 100"),
         (["train", "--data", "X", "--set", "sequence_length=4096"], "the train part has"),
         (["train", "--data", "X", "--wandb", "p"], "--wandb needs wandb; install it with"),
@@ -204,3 +217,60 @@ def test_help_has_an_example(depthroute, command):
     status, out, _ = depthroute(command, "--help")
     assert status == 0
     assert f"Example: depthroute {command}" in " ".join(out.split())
+
+
+def test_validation_from_a_file_of_its_own_and_tokens_that_are_carried(depthroute, tmp_path, texts):
+    judged = tmp_path / "judged.txt"
+    judged.write_text("Nothing but this is judged by. " * 9)
+    options = ["--data", texts, "--validation", judged, "--tokenizer", "train:300", *SMALL]
+    options += ["--steps", 2, "--json"]
+    status, printed, err = depthroute("train", *options, "--out", tmp_path / "text")
+    assert status == 0, err
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert config["data"]["train_documents"] == 200
+    assert config["data"]["validation_documents"] == 1
+    (tokens,) = (tmp_path / "cache" / "tokens").iterdir()
+    carried = tokens.rename(tmp_path / "carried")
+    os.remove(texts)
+    options = ["--data", f"tokens:{carried}", *SMALL, "--steps", 2, "--json"]
+    status, again, err = depthroute("train", *options, "--out", tmp_path / "tokens")
+    assert status == 0, err
+    assert json.loads(again)["validation_loss"] == json.loads(printed)["validation_loss"]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "tokens" / "model")
+    assert loaded.decode(loaded("The depth").input_ids) == "The depth"
+    options += ["--methods", "standard,delta", "--seeds", 1]
+    status, table, err = depthroute("compare", *options, "--out", tmp_path / "compared")
+    assert status == 0, err
+    summary = json.loads(table)
+    assert summary["unit"] == "token" and set(summary["baselines"]) == {"unigram"}
+
+
+def test_compare_reads_what_train_reads(depthroute, tmp_path, texts):
+    options = ["--methods", "standard,delta", "--seeds", 1, "--steps", 2, *SMALL, "--data", texts]
+    out = tmp_path / "run"
+    options += ["--set", "document_masking=true", "--max-tokens", 4000, "--held-out", 20]
+    status, printed, err = depthroute("compare", *options, "--out", out)
+    assert status == 0, err
+    assert "nats per byte" in " ".join(printed.split()) and "bigram" in printed
+    config = json.loads((out / "config.json").read_text())
+    assert config["preset"]["model"]["num_hidden_layers"] == 2
+    assert config["data"]["tokenizer"]["name"] == "bytes"
+    assert 3000 < config["data"]["train_tokens"] < 4000
+
+
+def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, texts, depthroute):
+    out = tmp_path / "run"
+    options = ["--methods", "standard,delta", "--seeds", 1, "--steps", 40, *SMALL]
+    options += ["--data", texts, "--set", "validate_every=5"]
+    process = start("compare", *options, "--out", out)
+    wait_for_steps(process, out, 12)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert f"--out {out} --resume auto" in err
+    status, _, err = depthroute("compare", *options, "--out", out, "--resume", "auto")
+    assert status == 0, err
+    status, _, err = depthroute("compare", *options, "--out", tmp_path / "straight")
+    assert status == 0, err
+    assert losses(out) == losses(tmp_path / "straight")
+    assert not (out / "checkpoints").exists()

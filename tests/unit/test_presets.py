@@ -30,7 +30,13 @@ def base_size(model):
 
 
 def test_every_paper_preset_has_a_published_size_to_be_checked_against():
-    assert set(PUBLISHED) | {"tiny"} == set(presets.PRESETS)
+    assert set(PUBLISHED) | {"tiny", "100m"} == set(presets.PRESETS)
+
+
+def test_the_preset_for_one_gpu_is_the_published_shape_with_a_smaller_vocabulary():
+    own, paper = presets.get("100m").model, presets.get("delta-220m").model
+    assert own | {"vocab_size": paper["vocab_size"]} == paper
+    assert base_size(presets.build("100m", device="meta")) == pytest.approx(116.4e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +11,14 @@ import torch
 from rich.console import Console
 
 from depthroute import diagnostics, presets
+from depthroute.diagnostics.report import render
+from depthroute.diagnostics.report_data import collect
 from depthroute.errors import ConfigError
-from depthroute.train import compare, environment, prepare
-from depthroute.train.compare import Comparison, fingerprint, rotated, run_comparison
+from depthroute.train import environment, lockstep, prepare
+from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.data import TokenData
 from depthroute.train.display import comparison_table, spread
+from depthroute.train.lockstep import fingerprint, rotated
 from depthroute.train.loop import Trainer
 from depthroute.train.methods import METHODS, parse_method, parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
@@ -82,7 +87,7 @@ def test_a_method_that_draws_more_numbers_is_given_the_same_start():
     with torch.no_grad():
         next(models[1].parameters()).add_(1.0)
     assert fingerprint(models[0]) != fingerprint(models[1])
-    compare.share_start(*models, "delta:loops=2")
+    lockstep.share_start(*models, "delta:loops=2")
     assert fingerprint(models[0]) == fingerprint(models[1])
 
 
@@ -162,7 +167,7 @@ def test_an_interrupt_before_the_first_validation_still_leaves_a_summary(tmp_pat
 
 
 def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
-    original = compare.share_start
+    original = lockstep.share_start
 
     def spoil(first, model, label):
         original(first, model, label)
@@ -170,7 +175,7 @@ def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
 
-    monkeypatch.setattr(compare, "share_start", spoil)
+    monkeypatch.setattr(lockstep, "share_start", spoil)
     run = RunDirectory.create(tmp_path / "run")
     summary = run_comparison(small("standard,delta", seeds=(0,)), run)
     assert summary["is_complete"]
@@ -288,7 +293,225 @@ def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(m
     assert kept == pytest.approx(3 * parameters + buffers, rel=0.01)
 
 
-@pytest.mark.parametrize("setting", ["save_every=5", "document_masking=true", "on_bad_step=skip"])
+@pytest.mark.parametrize("setting", ["keep_last=5", "on_bad_step=skip"])
 def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
     with pytest.raises(ConfigError, match=r"--set .* is for depthroute train"):
         prepare.comparison(methods="standard", assignments=[setting])
+
+
+TIMES = ("seconds", "step_seconds")
+MARKS = ("resumed", "interrupted")
+
+
+def timeless(records):
+    kept = [r for r in records if r["event"] not in MARKS]
+    return [{k: v for k, v in r.items() if k not in TIMES} for r in kept]
+
+
+def same_summary(one, other):
+    def plain(summary):
+        timed = ("seconds", "tokens_per_second", "relative_speed")
+        rows = [{k: v for k, v in r.items() if k not in timed} for r in summary["rows"]]
+        return summary | {"rows": rows}
+
+    return plain(one) == plain(other)
+
+
+def look(model, tokens):
+    return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
+
+
+def sharp(model, tokens):
+    return diagnostics.trace(model, tokens).mean_normalised_max
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run = RunDirectory.create(tmp_path_factory.mktemp("whole") / "run")
+    return run, run_comparison(small(), run, sharpness=sharp, look=look)
+
+
+def stopping(seed, step, method, number):
+    def on_step(progress):
+        if (progress.seed, progress.result.step, progress.method) == (seed, step, method):
+            os.kill(os.getpid(), number)
+
+    return on_step
+
+
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ((0, 2, "attnres-block"), signal.SIGTERM),  # inside a round, before a validation
+        ((0, 3, "standard"), signal.SIGINT),
+        ((1, 0, "standard"), signal.SIGINT),
+        ((1, 5, "delta"), signal.SIGTERM),  # the last step of all
+    ],
+)
+def test_a_comparison_goes_on_after_a_signal_as_if_nothing_had_happened(
+    tmp_path, uninterrupted, where, number
+):
+    path = tmp_path / "run"
+    stopped = run_comparison(
+        small(),
+        RunDirectory.create(path),
+        sharpness=sharp,
+        look=look,
+        on_step=stopping(*where, number),
+    )
+    assert not stopped["is_complete"] and stopped["signal"] == number
+    assert len(list((path / "checkpoints").iterdir())) == 1
+    run = RunDirectory.reopen(path)
+    summary = run_comparison(small(), run, is_resumed=True, sharpness=sharp, look=look)
+    whole, expected = uninterrupted
+    assert timeless(run.records()) == timeless(whole.records())
+    assert same_summary(summary, expected) and summary["is_complete"]
+    assert run.read_json("traces.json") == whole.read_json("traces.json")
+    assert not (path / "checkpoints").exists()
+    again = run_comparison(small(), run, is_resumed=True, on_step=pytest.fail)
+    assert again == summary
+
+
+def test_a_comparison_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path, uninterrupted):
+    settings = replace(SETTINGS, save_every=2)
+
+    def die(progress):
+        if progress.seed == 1 and progress.result.step == 5:
+            raise RuntimeError("killed")
+
+    path = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="killed"):
+        run_comparison(
+            small(settings=settings),
+            RunDirectory.create(path),
+            sharpness=sharp,
+            look=look,
+            on_step=die,
+        )
+    (saved,) = (path / "checkpoints").iterdir()
+    state = json.loads((saved / "state.json").read_text())
+    assert (state["seed"], state["round"]) == (1, 4)
+    with (path / "metrics.jsonl").open("a") as handle:
+        handle.write('{"event": "st')  # cut short
+    run, taken = RunDirectory.reopen(path), []
+    summary = run_comparison(
+        small(settings=settings),
+        run,
+        is_resumed=True,
+        sharpness=sharp,
+        look=look,
+        on_step=taken.append,
+    )
+    whole, expected = uninterrupted
+    assert {(p.seed, p.result.step) for p in taken} == {(1, 4), (1, 5)}
+    assert timeless(run.records()) == timeless(whole.records())
+    assert same_summary(summary, expected)
+    assert run.read_json("traces.json") == whole.read_json("traces.json")
+
+
+def test_a_comparison_killed_before_any_checkpoint_starts_again(tmp_path, uninterrupted):
+    def die(progress):
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        run_comparison(small(), RunDirectory.create(tmp_path / "run"), on_step=die)
+    run = RunDirectory.reopen(tmp_path / "run")
+    run_comparison(small(), run, is_resumed=True, sharpness=sharp)
+    assert timeless(run.records()) == timeless(uninterrupted[0].records())
+
+
+def test_another_comparison_is_not_resumed(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    run_comparison(small(), run, on_step=stopping(0, 1, "delta", signal.SIGTERM))
+    with pytest.raises(ConfigError, match=r"started with train\.lr 0\.01 and now has 0\.02"):
+        run_comparison(small(settings=replace(SETTINGS, lr=2e-2)), run, is_resumed=True)
+    with pytest.raises(ConfigError, match=r"started with equal tokens and now has time"):
+        run_comparison(replace(small(), equal="time"), run, is_resumed=True)
+    with pytest.raises(ConfigError, match=r"unknown --equal 'tokns'; did you mean 'tokens'"):
+        replace(small(), equal="tokns")
+
+
+def test_a_stop_half_way_through_a_validation_does_it_again_as_a_whole(
+    tmp_path, uninterrupted, monkeypatch
+):
+    original = Trainer.validate
+
+    def interrupted(trainer, batches):
+        if trainer.completed == 3 and not (tmp_path / "asked").exists():
+            (tmp_path / "asked").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(trainer, batches)
+
+    monkeypatch.setattr(Trainer, "validate", interrupted)
+    run = RunDirectory.create(tmp_path / "run")
+    assert not run_comparison(small(), run, sharpness=sharp)["is_complete"]
+    run_comparison(small(), RunDirectory.reopen(run.path), is_resumed=True, sharpness=sharp)
+    assert timeless(run.records()) == timeless(uninterrupted[0].records())
+
+
+def spoken_times(monkeypatch, seconds):
+    """Steps that say they took so long, by the kind of routing."""
+    original = Trainer.take_step
+
+    def take_step(trainer, batch):
+        result = original(trainer, batch)
+        return replace(result, seconds=seconds[trainer.inner.plan.method])
+
+    monkeypatch.setattr(Trainer, "take_step", take_step)
+
+
+def test_equal_time_gives_each_method_the_steps_that_fit_and_a_whole_schedule(
+    tmp_path, monkeypatch
+):
+    spoken_times(monkeypatch, {"standard": 0.1, "attnres": 0.2, "delta": 0.15})
+    settings = replace(SETTINGS, steps=12, warmup_steps=4, min_lr=1e-3, validate_every=4)
+    run = RunDirectory.create(tmp_path / "run")
+    summary = run_comparison(replace(small(settings=settings), equal="time"), run)
+    taken = {row["method"]: row["steps"] for row in summary["rows"]}
+    assert taken == {"standard": 12, "attnres-block": 6, "delta": 8}
+    assert summary["is_complete"] and summary["equal"] == "time"
+    assert {round(row["seconds"], 9) for row in summary["rows"]} == {1.2}
+    for label, steps in taken.items():
+        mine = [r for r in of(run, "step") if (r["method"], r["seed"]) == (label, 0)]
+        assert [r["step"] for r in mine] == list(range(steps))
+        rates = [r["lr"] for r in mine]
+        assert rates[-1] == pytest.approx(1e-3) and max(rates) == pytest.approx(1e-2)
+        assert rates.index(max(rates)) in (steps // 3 - 1, steps // 3)
+        looks = [r["step"] for r in of(run, "validation") if (r["method"], r["seed"]) == (label, 0)]
+        assert looks == [steps * n // 3 for n in (1, 2, 3)]
+    checks = {}
+    for record in of(run, "step"):
+        checks.setdefault((record["seed"], record["step"]), set()).add(record["batch_crc32"])
+    assert all(len(found) == 1 for found in checks.values())  # the same data, cut short
+    assert len(of(run, "pace")) == 1  # seeds train for the same number of steps
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(comparison_table(summary))
+    text = console.export_text()
+    assert "equal time, 1 to 1 s each" in text and "tokens" in text and "params" not in text
+    data = collect([run.path])
+    delta = next(s for s in data["series"] if s["method"] == "delta")
+    assert "equal time, 1 to 1 s each" in render(data, [], "page")
+    assert delta["difference"]["steps"] == delta["validation"]["steps"] == [2, 5, 8]
+
+
+def test_measuring_the_time_leaves_no_trace_in_the_training(tmp_path, monkeypatch):
+    spoken_times(monkeypatch, {"standard": 0.1, "attnres": 0.1, "delta": 0.1})
+    runs = {}
+    for equal in ("tokens", "time"):
+        runs[equal] = RunDirectory.create(tmp_path / equal)
+        run_comparison(replace(small(), equal=equal), runs[equal])
+    found = [[r for r in timeless(run.records()) if r["event"] != "pace"] for run in runs.values()]
+    assert found[0] == found[1]
+
+
+def test_equal_time_goes_on_with_the_steps_it_had_measured(tmp_path, monkeypatch):
+    times = {"standard": 0.1, "attnres": 0.2, "delta": 0.15}
+    spoken_times(monkeypatch, times)
+    timed = replace(small(), equal="time")
+    whole = RunDirectory.create(tmp_path / "whole")
+    run_comparison(timed, whole)
+    run = RunDirectory.create(tmp_path / "run")
+    run_comparison(timed, run, on_step=stopping(1, 2, "delta", signal.SIGTERM))
+    times |= {"standard": 0.5}  # another machine now
+    run_comparison(timed, RunDirectory.reopen(run.path), is_resumed=True)
+    assert timeless(run.records()) == timeless(whole.records())

@@ -15,7 +15,13 @@ from depthroute.errors import ConfigError
 from depthroute.train.data import IGNORED, DataError
 from depthroute.train.documents import open_corpus
 from depthroute.train.shards import ShardedTokens, read_index
-from depthroute.train.tokenise import choose_vocabulary, is_held_out, open_tokens, prepare
+from depthroute.train.tokenise import (
+    choose_vocabulary,
+    is_held_out,
+    open_tokens,
+    prepare,
+    stored_vocabulary,
+)
 from depthroute.train.vocabulary import as_bytes
 
 TEXTS = [f"Document {i} says {'word ' * (i % 17)}and ends. {i * i}" for i in range(120)]
@@ -199,3 +205,33 @@ def test_a_bad_tokenizer_is_one_clear_error(tmp_path, corpus):
         choose_vocabulary("train:256", corpus, tmp_path)
     with pytest.raises(dr.CheckpointError, match="cannot load a tokenizer from"):
         choose_vocabulary(str(tmp_path), corpus, tmp_path)
+
+
+def test_text_that_is_judged_by_is_left_out_of_training(tmp_path, corpus):
+    file = tmp_path / "judged.jsonl"
+    judged = [TEXTS[7], "Seen nowhere else."]
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in judged))
+    folder = prepare(corpus, as_bytes(), validation=open_corpus(str(file)), cache=tmp_path)
+    found = {
+        part: [bytes(d).decode() for d in documents(folder, part, as_bytes())]
+        for part in ("train", "validation")
+    }
+    assert found["validation"] == judged
+    assert found["train"] == [t for t in TEXTS if t != TEXTS[7]]
+    index = read_index(folder)
+    assert index["documents_left_out"] == 1 and index["validation"]["name"] == str(file)
+    assert folder != prepare(corpus, as_bytes(), cache=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bytes", "train:300"])
+def test_prepared_tokens_carry_their_tokenizer(tmp_path, corpus, name):
+    vocabulary = choose_vocabulary(name, corpus, tmp_path)
+    folder = prepare(corpus, vocabulary, cache=tmp_path).rename(tmp_path / "carried")
+    stored = stored_vocabulary(folder)
+    assert (stored.name, stored.separator, stored.size) == (
+        vocabulary.name,
+        vocabulary.separator,
+        vocabulary.size,
+    )
+    for one, other in zip(stored.encoder()(TEXTS), vocabulary.encoder()(TEXTS), strict=True):
+        assert one.tolist() == other.tolist()

@@ -11,6 +11,23 @@ import typer
 from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.options import (
+    Cache,
+    Device,
+    HeldOut,
+    MaxTokens,
+    Resume,
+    Settings,
+    Shape,
+    TextField,
+    Tokenizer,
+    Validation,
+    Watching,
+    Workers,
+    assigned,
+    check_resume,
+    resume_command,
+)
 
 
 @app.command(epilog="Example: `depthroute compare --methods standard,delta:heads=4 --seeds 3`")
@@ -25,38 +42,76 @@ def compare(
     ] = "standard,attnres-block,delta,delta-block,depth-attention",
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, ...")] = 2,
     steps: Annotated[int | None, typer.Option(help="Steps; left out, the preset's.")] = None,
+    equal: Annotated[
+        str,
+        typer.Option(
+            help="tokens: every method takes all steps; time: the steps that fit into the time "
+            "of standard."
+        ),
+    ] = "tokens",
     data: Annotated[
         str | None,
-        typer.Option(help="Text file or directory; left out, Python's standard library."),
+        typer.Option(
+            help="As in `depthroute train`; left out, the bytes of Python's standard library."
+        ),
     ] = None,
+    validation: Validation = None,
+    tokenizer: Tokenizer = None,
+    model: Shape = None,
+    text_field: TextField = "text",
+    held_out: HeldOut = None,
+    max_tokens: MaxTokens = None,
+    workers: Workers = None,
+    cache: Cache = None,
     out: Annotated[
         Path | None, typer.Option(help="Run directory; left out, runs/compare-TIME.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
-    ] = None,
+    resume: Resume = "never",
+    device: Device = "auto",
+    settings: Settings = None,
+    precompile: Annotated[
+        int, typer.Option(min=0, help="Compile methods first, so many at a time; 0: as they come.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Train methods side by side on the same data and print one table.
 
     Every method starts from the same weights and sees the same batches in the same order, once
     per seed. The run directory keeps config.json, metrics.jsonl, summary.json and
-    traces.json; `depthroute report` draws it.
+    traces.json; `depthroute report` draws it. Ctrl-C and SIGTERM save and stop; `--resume auto`
+    goes on as if nothing had happened.
     """
-    from depthroute.train import prepare
+    from depthroute.errors import ConfigError
+    from depthroute.train import prepare, sources
 
-    comparison = prepare.comparison(
-        preset=preset,
-        methods=methods,
-        num_seeds=seeds,
-        data=data,
-        device=device,
-        assignments=[*(settings or []), *([] if steps is None else [f"steps={steps}"])],
-    )
+    check_resume(resume)
+    if out is None and resume == "auto":
+        raise ConfigError("--resume auto continues the run in --out; name it")
+    options = {"validation": validation, "tokenizer": tokenizer, "held_out": held_out}
+    options |= {"max_tokens": max_tokens, "workers": workers, "cache": cache}
+    options |= {"text_field": text_field}
+    source = None
+    if data is not None:
+        source = sources.TextSource(data, **options)
+    elif any(v is not None for k, v in options.items() if k not in ("cache", "text_field")):
+        raise ConfigError("options that say how text is read need the text; add --data")
+    with Watching(_notes()) as watching:
+        comparison = prepare.comparison(
+            preset=preset,
+            methods=methods,
+            num_seeds=seeds,
+            source=source,
+            device=device,
+            assignments=[*(settings or []), *([] if steps is None else [f"steps={steps}"])],
+            shape=assigned(model, "--model"),
+            equal=equal,
+            on_progress=watching.watch().on_progress,
+        )
     run, summary = _run_comparison(
-        comparison, out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+        comparison,
+        out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}",
+        resume=resume == "auto",
+        precompile=precompile,
     )
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -64,30 +119,42 @@ def compare(
         from depthroute.train.display import comparison_table
 
         Console().print(comparison_table(summary))
-    notes = Console(stderr=True)
-    notes.print(f"run directory: {run.path}", highlight=False, soft_wrap=True)
+    notes = _notes()
+    notes.print(f"run directory: {run.path}")
     if not summary["is_complete"]:
-        notes.print("interrupted: the table holds what was finished")
-        raise typer.Exit(130)
+        notes.print("interrupted: the table holds what was finished; go on with:")
+        notes.print(f"  {resume_command(run.path)}", markup=False)
+        raise typer.Exit(128 + summary["signal"])
 
 
-def _run_comparison(comparison: Any, out: Path) -> tuple[Any, dict[str, Any]]:
+def _notes() -> Console:
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def _run_comparison(
+    comparison: Any, out: Path, *, resume: bool, precompile: int
+) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
     from depthroute.diagnostics import record, trace
-    from depthroute.train.compare import Progress, run_comparison
+    from depthroute.train.compare import run_comparison
     from depthroute.train.display import progress_bar
-    from depthroute.train.run_directory import RunDirectory
+    from depthroute.train.lockstep import Progress
+    from depthroute.train.resuming import open_run
 
-    run = RunDirectory.create(out)
-    total = len(comparison.seeds) * len(comparison.methods) * comparison.settings.steps
+    run, is_resumed = open_run(out, resume=resume)
+    if precompile:
+        from depthroute.train.precompile import precompile as compile_ahead
+
+        compile_ahead(comparison, precompile, _notes().print)
     with progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=total, loss="-", rate="-")
+        # rounds, not steps: with equal time methods take different numbers of steps
+        task = bar.add_task("starting", total=len(comparison.seeds), loss="-", rate="-")
 
         def advance(progress: Progress) -> None:
-            result = progress.result
+            result, (under_way, rounds) = progress.result, progress.rounds
             bar.update(
                 task,
-                advance=1,
+                completed=comparison.seeds.index(progress.seed) + under_way / rounds,
                 description=f"seed {progress.seed} {progress.method:<15}",
                 loss=f"{result.loss:.3f}",
                 rate=f"{result.tokens / result.seconds:,.0f}",
@@ -96,6 +163,7 @@ def _run_comparison(comparison: Any, out: Path) -> tuple[Any, dict[str, Any]]:
         summary = run_comparison(
             comparison,
             run,
+            is_resumed=is_resumed,
             sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
             look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -24,35 +22,30 @@ from depthroute.cli.convert import (
     RoutingSettings,
     routing_config,
 )
-
-Data = Annotated[
-    str,
-    typer.Option(
-        help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, or "
-        "hf:NAME[:CONFIG[:SPLIT]], which is streamed."
-    ),
-]
-Out = Annotated[Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")]
-Resume = Annotated[
-    str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
-]
-Steps = Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
-]
-Seed = Annotated[int, typer.Option(min=0, help="Of the weights and the order of the data.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
-TextField = Annotated[str, typer.Option(help="The field of JSONL and Parquet that holds text.")]
-HeldOut = Annotated[float, typer.Option(help="Percent of documents for validation.")]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokenise no more than this.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Tokenising processes.")]
-Cache = Annotated[
-    Path | None, typer.Option(help="Where tokens are kept; left out, $DEPTHROUTE_CACHE.")
-]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
-Wandb = Annotated[str | None, typer.Option(help="Send records to this W&B project too.")]
+from depthroute.cli.options import (
+    Board,
+    Cache,
+    Data,
+    Device,
+    HeldOut,
+    MaxTokens,
+    Out,
+    Parallel,
+    Resume,
+    Seed,
+    Settings,
+    Shape,
+    Steps,
+    TextField,
+    Tokenizer,
+    Validation,
+    Wandb,
+    Watching,
+    Workers,
+    assigned,
+    check_resume,
+    resume_command,
+)
 
 
 @app.command(
@@ -62,10 +55,7 @@ Wandb = Annotated[str | None, typer.Option(help="Send records to this W&B projec
 def train(
     data: Data,
     preset: Annotated[str, typer.Option(help="Model shape; see `depthroute presets`.")] = "tiny",
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Folder, hub id, train:SIZE or bytes (default where they suffice)."),
-    ] = None,
+    tokenizer: Tokenizer = None,
     method: Annotated[
         str | None,
         typer.Option(
@@ -79,10 +69,7 @@ def train(
         typer.Option(help="paper, reference, complete, centered or gate; left out, paper."),
     ] = None,
     routing: RoutingSettings = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(help="Model setting key=value, such as num_hidden_layers=4. Repeatable."),
-    ] = None,
+    model: Shape = None,
     steps: Steps = None,
     settings: Settings = None,
     out: Out = None,
@@ -91,7 +78,8 @@ def train(
     device: Device = "auto",
     parallel: Parallel = "ddp",
     text_field: TextField = "text",
-    held_out: HeldOut = 5.0,
+    held_out: HeldOut = None,
+    validation: Validation = None,
     max_tokens: MaxTokens = None,
     workers: Workers = None,
     cache: Cache = None,
@@ -103,7 +91,7 @@ def train(
 
     The text is tokenised once and kept. Ctrl-C and SIGTERM save and stop; `--resume auto` goes on
     as if nothing had happened. The run directory ends with config.json, metrics.jsonl,
-    checkpoints/ and model/, which `from_pretrained` loads. For several devices put
+    checkpoints/, traces.json and model/, which `from_pretrained` loads. For several devices put
     `torchrun --nproc-per-node N -m` before `depthroute.cli train`.
     """
     given = (num_blocks, block_size, init, routing)
@@ -114,12 +102,13 @@ def train(
     chosen = None if method is None else routing_config(method, *given)
     common = {"tokenizer": tokenizer, "seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"validation": validation}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:
         from depthroute.train import launch
 
-        return launch.train(request, preset, chosen, _assigned(model, "--model"))
+        return launch.train(request, preset, chosen, assigned(model, "--model"))
 
     _run("train", start, data, out, resume, _changes(settings, steps), common, as_json)
 
@@ -153,7 +142,8 @@ def finetune(
     device: Device = "auto",
     parallel: Parallel = "ddp",
     text_field: TextField = "text",
-    held_out: HeldOut = 5.0,
+    held_out: HeldOut = None,
+    validation: Validation = None,
     max_tokens: MaxTokens = None,
     workers: Workers = None,
     cache: Cache = None,
@@ -170,6 +160,7 @@ def finetune(
     chosen = routing_config(method, num_blocks, block_size, init, routing)
     common = {"seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
+    common |= {"validation": validation}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:
@@ -186,14 +177,8 @@ def finetune(
     _run("finetune", start, data, out, resume, _changes(settings, steps), common, as_json)
 
 
-def _assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
-    from depthroute.train.methods import parse_assignment
-
-    return dict(parse_assignment(a, option) for a in assignments or [])
-
-
 def _changes(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
-    return _assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
+    return assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
 
 
 def _run(
@@ -209,13 +194,12 @@ def _run(
     """With progress on stderr, so that stdout holds the result alone."""
     import transformers
 
-    from depthroute.diagnostics import trace
-    from depthroute.errors import ConfigError, unknown
+    from depthroute.diagnostics import record, trace
+    from depthroute.errors import ConfigError
     from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
 
-    if resume not in ("never", "auto"):
-        raise unknown("--resume", resume, ("never", "auto"))
+    check_resume(resume)
     is_many = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if out is None and (resume == "auto" or is_many):
         why = "--resume auto continues" if resume == "auto" else "several processes share"
@@ -224,14 +208,14 @@ def _run(
     is_main = os.environ.get("RANK", "0") == "0"
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main)
-    with _Watching(notes) as watching:
+    with Watching(notes) as watching:
         request = Request(
             data,
             out,
             resume=resume == "auto",
             changes=changes,
             watch=watching.watch(),
-            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
+            look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             **common,
         )
         try:
@@ -253,65 +237,3 @@ def _run(
         f"token (best {best['loss']:.4f} after step {best['step']})"
     )
     console.print(f"model: {outcome['model']}")
-
-
-def resume_command(out: Path) -> str:
-    """The command of this process, made to go on where it was."""
-    words = sys.argv[1:]
-    for option, value in (("--out", str(out)), ("--resume", "auto")):
-        if option in words:
-            words[words.index(option) + 1] = value
-        elif not any(word.startswith(f"{option}=") for word in words):
-            words += [option, value]
-    words = ["--resume=auto" if word.startswith("--resume=") else word for word in words]
-    start = ["depthroute"]
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        processes = os.environ["LOCAL_WORLD_SIZE"]
-        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute.cli"]
-    return shlex.join([*start, *words])
-
-
-class _Watching:
-    """Two bars one after the other: tokens made, steps taken."""
-
-    def __init__(self, console: Console) -> None:
-        from depthroute.train.display import training_bar
-
-        self.console, self.bar = console, training_bar(console)
-        self.task: Any = None
-
-    def __enter__(self) -> _Watching:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        if self.task is not None:  # a bar that never began would end in an empty line
-            self.bar.stop()
-
-    def watch(self) -> Any:
-        from depthroute.train.launch import Watch
-
-        return Watch(self._prepared, self._started, self._stepped, self.console.print)
-
-    def _prepared(self, progress: Any) -> None:
-        if self.task is None:
-            self.bar.start()
-            self.task = self.bar.add_task("tokenising", total=progress.bytes_in_all, status="")
-        status = f"bytes, {progress.documents:,} documents, {progress.tokens:,} tokens"
-        self.bar.update(self.task, completed=progress.bytes_read, status=status)
-
-    def _started(self, first: int, steps: int) -> None:
-        if self.task is not None:
-            self.bar.remove_task(self.task)
-        self.bar.start()
-        self.task = self.bar.add_task("step", total=steps, completed=first, status="")
-
-    def _stepped(self, result: Any, memory: int) -> None:
-        from depthroute.train.display import training_status
-
-        status = training_status(result.loss, result.tokens / result.seconds, memory)
-        self.bar.update(self.task, completed=result.step + 1, status=status)
-        if result.skipped is not None:
-            self.console.print(f"step {result.step} skipped: {result.skipped}", markup=False)

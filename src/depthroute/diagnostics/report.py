@@ -12,7 +12,7 @@ from depthroute.diagnostics.figures import figures, palette
 from depthroute.diagnostics.report_data import ReportError, collect
 from depthroute.diagnostics.svg import Figure, count_text
 from depthroute.diagnostics.svg_map import ramp
-from depthroute.train.display import spread
+from depthroute.train.display import given_time, spread
 
 PANELS = {
     "curves": (
@@ -135,10 +135,16 @@ def _lead(data: dict[str, Any]) -> str:
         state = "" if summary["is_complete"] else " (interrupted)"
         words.append(
             f"<b>{escape(run['name'])}</b>{state}: preset {escape(summary['preset'])}, "
-            f"{summary['steps']:,} steps, {count_text(summary['tokens'])} tokens each, "
+            f"{_given(summary)}, "
             f"{seeds} seed{'' if seeds == 1 else 's'}, on {escape(summary['data'])}."
         )
     return "<br/>".join(words)
+
+
+def _given(summary: dict[str, Any]) -> str:
+    if summary["equal"] == "time":
+        return given_time(summary)
+    return f"{summary['steps']:,} steps, {count_text(summary['tokens'])} tokens each"
 
 
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:

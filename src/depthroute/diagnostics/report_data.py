@@ -114,7 +114,7 @@ def _series(
         seed: _thin({step + 1: loss for step, loss in curve.items()})
         for seed, curve in _by_seed(records, "step", method).items()
     }
-    baseline = _by_seed(records, "validation", BASELINE)
+    baseline = _standard_beside(records, method)
     paired = {
         seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
         for seed, curve in validation.items()
@@ -144,6 +144,21 @@ def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int
         if record["event"] == event and record["method"] == method:
             found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
     return found
+
+
+def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
+    """The standard model's losses where ``method`` was validated, by the method's own step.
+
+    With equal time the two are at other steps then, but in the same round.
+    """
+    found = [r for r in records if r["event"] == "validation"]
+    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in found}
+    beside: dict[int, dict[int, float]] = {}
+    for (label, seed, place), record in places.items():
+        standard = places.get((BASELINE, seed, place))
+        if label == method and standard is not None:
+            beside.setdefault(seed, {})[record["step"]] = standard["loss"]
+    return beside
 
 
 def _thin(curve: dict[int, float]) -> dict[int, float]:

@@ -34,7 +34,7 @@ from depthroute.train.loop import Trainer
 
 FORMAT = 1
 _PREFIX, _TEMPORARY = "step_", ".saving_"
-_FAILURES = (OSError, SafetensorError, CheckpointException)
+FAILURES = (OSError, SafetensorError, CheckpointException)
 
 
 @dataclass
@@ -77,11 +77,11 @@ class Checkpoints:
             if is_sharded(trainer.model):
                 save_sharded(trainer.model, trainer.optimizer, temporary / "sharded")
             elif world.is_main:
-                _save_whole(trainer, temporary)
+                save_whole(trainer, temporary)
         with self._writing(world, target, temporary):
             if world.is_main:
-                _write(temporary / "state.json", state)
-                _sync(temporary)
+                write_state(temporary / "state.json", state)
+                sync(temporary)
                 temporary.rename(target)
                 self._prune()
         return target
@@ -92,7 +92,7 @@ class Checkpoints:
         failure = None
         try:
             yield
-        except _FAILURES as error:
+        except FAILURES as error:
             failure = self._explain(target, error)
             if world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -135,15 +135,15 @@ class Checkpoints:
             if sharded:
                 load_sharded(trainer.model, trainer.optimizer, path / "sharded")
             else:
-                _load_whole(trainer, path)
-        except (*_FAILURES, KeyError, RuntimeError) as error:
+                load_whole(trainer, path)
+        except (*FAILURES, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"cannot resume from {path}: {str(error).splitlines()[0]}; the checkpoint is "
                 "damaged or of another model. Remove that folder to resume from the one before"
             ) from error
         trainer.completed = state["step"]
         trainer.recent.extend(state["recent_losses"])
-        _set_random_state(state["random"], trainer.world.rank)
+        set_random_state(state["random"], trainer.world.rank)
         self.best = state["best"]
         return state
 
@@ -170,18 +170,18 @@ def _state(trainer: Trainer, loss: float | None, best: dict[str, Any] | None) ->
         "best": best,
         "recent_losses": list(trainer.recent),
         "ranks": trainer.world.size,
-        "random": trainer.world.gather(_random_state()),
+        "random": trainer.world.gather(random_state()),
     }
 
 
-def _random_state() -> dict[str, str]:
+def random_state() -> dict[str, str]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return {k: base64.b64encode(v.numpy().tobytes()).decode() for k, v in states.items()}
 
 
-def _set_random_state(states: list[dict[str, str]], rank: int) -> None:
+def set_random_state(states: list[dict[str, str]], rank: int) -> None:
     """A rank that was not there before takes the first rank's numbers and moves on from them."""
     saved = states[rank] if rank < len(states) else states[0]
     for name, text in saved.items():
@@ -194,7 +194,7 @@ def _set_random_state(states: list[dict[str, str]], rank: int) -> None:
         torch.manual_seed(torch.initial_seed() + rank)
 
 
-def _save_whole(trainer: Trainer, folder: Path) -> None:
+def save_whole(trainer: Trainer, folder: Path) -> None:
     names = {id(p): name for name, p in trainer.inner.named_parameters()}
     tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
     save_file(
@@ -208,7 +208,7 @@ def _save_whole(trainer: Trainer, folder: Path) -> None:
     save_file(moments, folder / "optimizer.safetensors")
 
 
-def _load_whole(trainer: Trainer, folder: Path) -> None:
+def load_whole(trainer: Trainer, folder: Path) -> None:
     saved = load_file(folder / "model.safetensors")
     tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
     if set(saved) != set(tensors):
@@ -231,11 +231,11 @@ def _kept_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, b) for name, b in model.named_buffers() if name in state]
 
 
-def _write(file: Path, values: dict[str, Any]) -> None:
+def write_state(file: Path, values: dict[str, Any]) -> None:
     file.write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """On the disk before the name is: a power cut leaves no named checkpoint half written."""
     for file in folder.rglob("*"):
         if file.is_file():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
 
@@ -53,7 +54,25 @@ class Batch(NamedTuple):
         return int((self.targets != IGNORED).sum())
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(None if x is None else x.to(device) for x in self))  # pyright: ignore
+        """On an accelerator the copy is queued, so that its queue need not run dry first."""
+
+        def moved(x: Tensor) -> Tensor:
+            if device.type == "cuda" and x.device.type == "cpu":
+                return x.pin_memory().to(device, non_blocking=True)
+            return x.to(device)
+
+        return Batch(*(None if x is None else moved(x) for x in self))  # pyright: ignore
+
+    def padded(self, sequences: int) -> Batch:
+        """With further sequences that predict nothing: a compiled model keeps its one shape."""
+        missing = sequences - len(self.inputs)
+        fill = (0, IGNORED, 0)
+        return Batch(
+            *(
+                None if x is None else functional.pad(x, (0, 0, 0, missing), value=value)
+                for x, value in zip(self, fill, strict=True)
+            )  # pyright: ignore
+        )
 
     def split(self, parts: int) -> list[Batch]:
         """Equal parts of its sequences, in order."""
@@ -247,24 +266,28 @@ def _read(file: Path, limit: int = -1) -> bytes:
         raise DataError(f"cannot read {file}: {error.strerror}; check its permissions") from error
 
 
-def ngram_losses(data: TokenData, batches: list[Batch]) -> dict[str, float]:
-    """Nats per byte of unigram and bigram counts of the training part, on held-out batches.
+def ngram_losses(data: TokenData, batches: list[Batch], size: int = VOCABULARY) -> dict[str, float]:
+    """Nats per token of counts of the training part, on held-out batches.
 
-    A scale for the models' losses: below the bigram line something longer was learned.
+    A scale for the models' losses: below the bigram line something longer was learned. Pairs of
+    more than 256 tokens are too rare for their counts to be a scale; there it is unigrams alone.
     """
-    pairs = np.zeros(VOCABULARY * VOCABULARY, dtype=np.int64)
+    has_pairs = size <= VOCABULARY
+    counted = np.zeros(size * size if has_pairs else size, dtype=np.int64)
     for start in range(0, len(data.train) - 1, COUNTING_CHUNK):
         part = data.train[start : start + COUNTING_CHUNK + 1].astype(np.int64)
-        pairs += np.bincount(part[:-1] * VOCABULARY + part[1:], minlength=len(pairs))
-    counts = torch.from_numpy(pairs).view(VOCABULARY, VOCABULARY).double()
-    unigram = _log_probabilities(counts.sum(0, keepdim=True))[0]
-    bigram = _log_probabilities(counts)
+        seen = part[:-1] * size + part[1:] if has_pairs else part[1:]
+        counted += np.bincount(seen, minlength=len(counted))
+    counts = torch.from_numpy(counted).double()
+    pairs = counts.view(size, size) if has_pairs else None
     inputs = torch.cat([b.inputs.flatten() for b in batches])
     targets = torch.cat([b.targets.flatten() for b in batches])
-    return {
-        "unigram": -unigram[targets].mean().item(),
-        "bigram": -bigram[inputs, targets].mean().item(),
-    }
+    inputs, targets = inputs[targets != IGNORED], targets[targets != IGNORED]
+    single = counts if pairs is None else pairs.sum(0)
+    losses = {"unigram": -_log_probabilities(single[None])[0][targets].mean().item()}
+    if pairs is not None:
+        losses["bigram"] = -_log_probabilities(pairs)[inputs, targets].mean().item()
+    return losses
 
 
 def _log_probabilities(counts: Tensor) -> Tensor:

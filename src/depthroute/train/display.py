@@ -48,15 +48,19 @@ def training_status(loss: float, tokens_per_second: float, memory: int) -> str:
 
 def comparison_table(summary: dict[str, Any]) -> Table:
     """Fits a terminal of 80 columns; ``summary.json`` has all digits."""
-    seeds, scale = summary["seeds"], summary["baselines"]
+    seeds, is_timed = summary["seeds"], summary["equal"] == "time"
+    scale = " and ".join(f"{name} {loss:.3f}" for name, loss in summary["baselines"].items())
+    given = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
+    if is_timed:
+        given = given_time(summary)
     table = Table(
-        title=f"{summary['preset']}: {summary['steps']} steps, {summary['tokens']:,} tokens each, "
-        f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
-        caption=f"Validation loss: nats per byte on held-out {summary['data']}; for scale, "
-        f"unigram {scale['unigram']:.3f} and bigram {scale['bigram']:.3f}. ± is the sample "
+        title=f"{summary['preset']}: {given}, {len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
+        caption=f"Validation loss: nats per {summary['unit']} on held-out {summary['data']}; for "
+        f"scale, {scale}. ± is the sample "
         "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "
         "relative to standard. Max weight: mean over sites, normalised so that 0 is "
-        "uniform and 1 picks one source.",
+        "uniform and 1 picks one source."
+        + (" Each method took the steps that fit into the same training time." * is_timed),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -65,18 +69,24 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     headers = (
         "validation\nloss",
         "vs\nstandard",
-        "params\nadded",
+        "tokens\nseen" if is_timed else "params\nadded",
         "\ntokens/s",
         "max\nweight",
     )
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for row in summary["rows"]:
-        table.add_row(row["method"], *_cells(row))
+        table.add_row(row["method"], *_cells(row, is_timed))
     return table
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def given_time(summary: dict[str, Any]) -> str:
+    """What a comparison at equal time was given, as it came out."""
+    seconds = [row["seconds"] for row in summary["rows"] if row["seconds"]]
+    return f"equal time, {min(seconds, default=0):,.0f} to {max(seconds, default=0):,.0f} s each"
+
+
+def _cells(row: dict[str, Any], is_timed: bool) -> list[str]:
     loss = spread(row["validation_loss"], "{:.3f}")
     if row["diverged"]:
         where = ", ".join(f"seed {d['seed']} step {d['step']}" for d in row["diverged"])
@@ -86,10 +96,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         loss,
         spread(row["difference"], "{:+.3f}"),
-        _NONE if added is None else f"{added:+,}" if added else "0",
+        f"{row['tokens']:,}" if is_timed else _added(added),
         _NONE if speed is None else f"{speed:.2f}x",
         _NONE if sharp is None else f"{sharp:.3f}",
     ]
+
+
+def _added(parameters: int | None) -> str:
+    return _NONE if parameters is None else f"{parameters:+,}" if parameters else "0"
 
 
 def spread(statistics: dict[str, Any] | None, form: str) -> str:

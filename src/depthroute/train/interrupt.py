@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ONE_REQUEST = 1.0
+"""Seconds: `timeout` signals a process and then its group, and that is one request."""
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Stop:
 
 @contextmanager
 def stop_signals(*, is_alone: bool = True) -> Iterator[Stop]:
-    """A second signal is no longer caught: who asks twice does not want to wait.
+    """A second signal ends the process at once: who asks twice does not want to wait.
 
     Unless the process is one of several: Ctrl-C reaches it from the terminal and then once more
     from torchrun, which itself ends those that take too long.
@@ -32,10 +35,14 @@ def stop_signals(*, is_alone: bool = True) -> Iterator[Stop]:
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
+    first: list[float] = []
+
     def note(number: int, frame: FrameType | None) -> None:
         stop.signal = stop.signal or number
-        if is_alone:
+        first.append(time.monotonic())
+        if is_alone and first[-1] - first[0] > ONE_REQUEST:
             restore()
+            signal.raise_signal(number)
 
     def restore() -> None:
         for number, handler in before.items():

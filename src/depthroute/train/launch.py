@@ -1,6 +1,6 @@
 """From what a user asks for to a finished run directory: ``train`` and ``finetune``.
 
-RUN/config.json, metrics.jsonl, checkpoints/, summary.json, model/
+RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import torch
 from depthroute import presets
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
-from depthroute.models.command import load_plain
+from depthroute.models.command import load_model, load_plain
 from depthroute.models.convert import convert
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
-from depthroute.presets import Preset, Recipe
-from depthroute.train import environment, tokenise
-from depthroute.train.compare import SHARPNESS_SEQUENCES, Sharpness
-from depthroute.train.data import HELD_OUT_PERCENT, TokenData
-from depthroute.train.documents import open_corpus
+from depthroute.presets import Recipe
+from depthroute.train import environment, sources, tokenise
+from depthroute.train.data import TokenData
 from depthroute.train.fit import Fit, Sink, export, peak_memory
+from depthroute.train.lockstep import LOOK_SEQUENCES, Look, look_inputs
 from depthroute.train.loop import StepResult, Trainer
 from depthroute.train.prepare import choose_device
+from depthroute.train.resuming import open_run, refuse_another
 from depthroute.train.run_directory import RunDirectory
-from depthroute.train.settings import MAY_CHANGE, TrainSettings, from_recipe
+from depthroute.train.settings import TrainSettings, from_recipe
 from depthroute.train.shards import read_index
 from depthroute.train.sinks import TensorBoard, WeightsAndBiases
+from depthroute.train.sources import TextSource
 from depthroute.train.vocabulary import Vocabulary
 
 FINETUNING = Recipe(
@@ -58,28 +59,21 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(TextSource):
     """What both commands share."""
 
-    data: str
     out: Path
-    tokenizer: str | None = None
     resume: bool = False
     seed: int = 0
     device: str = "auto"
     parallel: str = "ddp"
     changes: dict[str, Any] = field(default_factory=dict)
     """Training settings."""
-    text_field: str = "text"
-    held_out: float = HELD_OUT_PERCENT
-    max_tokens: int | None = None
-    workers: int | None = None
-    cache: Path | None = None
     tensorboard: bool = False
     wandb: str | None = None
     watch: Watch = Watch()
-    sharpness: Sharpness | None = None
-    """Looks at the trained model, as in a comparison."""
+    look: Look | None = None
+    """At the trained model, as in a comparison."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +97,19 @@ def train(
     chosen = presets.get(preset)
     chosen = replace(chosen, model=chosen.model | (shape or {}), routing=routing or chosen.routing)
     settings = _ten_looks(from_recipe(chosen.recipe, request.changes, f"preset {preset!r}"))
-    default = "bytes" if chosen.model["vocab_size"] == 256 else None
-    if request.tokenizer is None and default is None:
-        raise ConfigError(
-            f"preset {preset!r} needs a tokenizer: give --tokenizer with a folder, a hub id, "
-            "train:SIZE or bytes"
-        )
+    tokenizer = sources.default_tokenizer(chosen, request)
 
     def job(vocabulary: dict[str, Any]) -> _Job:
-        fitted = _fit_vocabulary(chosen, vocabulary)
+        fitted = sources.fit_vocabulary(chosen, vocabulary)
         presets.build(fitted, device="meta")  # a bad shape is refused before anything is written
-        _check_length(settings, fitted.model.get("max_position_embeddings"))
+        sources.check_length(settings, fitted.model.get("max_position_embeddings"))
 
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             return presets.build(fitted, device=device)
 
         return _Job("train", {"preset": fitted.to_dict()}, fitted.routing, settings, build)
 
-    return _launch(request, job, request.tokenizer or default or "bytes", settings)
+    return _launch(request, job, tokenizer, settings)
 
 
 def finetune(
@@ -138,7 +127,7 @@ def finetune(
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             plain = load_plain(base, dtype=torch.float32).to(device)
-            _check_length(settings, getattr(plain.config, "max_position_embeddings", None))
+            sources.check_length(settings, getattr(plain.config, "max_position_embeddings", None))
             verify = None
             if tolerance is not None and not is_resumed:
                 verify = data.validation_batches(1)[0].inputs.to(device)
@@ -150,7 +139,7 @@ def finetune(
         about = {"base": base, "freeze_base": freeze_base}
         return _Job("finetune", about, routing, settings, build)
 
-    return _launch(request, job, request.tokenizer or base, settings)
+    return _launch(request, job, base, settings)
 
 
 def _launch(
@@ -163,16 +152,13 @@ def _launch(
         raise ConfigError(f"--parallel {request.parallel!r} is none of {', '.join(MODES)}")
     with joined(choose_device(request.device)) as world:
         _check_ranks(settings, world)
-        vocabulary, folder = world.on_main(lambda: _prepare(request, tokenizer)) or (None, None)
-        folder = Path(world.gather(str(folder))[0])
-        data = tokenise.open_tokens(
-            folder,
-            batch_size=settings.batch_size,
-            sequence_length=settings.sequence_length,
-            document_masking=settings.document_masking,
-            verify=world.is_main,
+        prepared = world.on_main(
+            lambda: sources.prepare(request, tokenizer, request.watch.on_progress)
         )
+        folder = Path(world.gather(str(prepared and prepared.folder))[0])
+        data = sources.open_folder(folder, settings, verify=world.is_main)
         index = read_index(folder, verify=False)
+        vocabulary = None if prepared is None else prepared.vocabulary
         return _run(request, make_job(index["tokenizer"]), data, index, vocabulary, world)
 
 
@@ -204,40 +190,51 @@ def _run(
         watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
     watch.on_start(trainer.completed, job.settings.steps)
     outcome = fit()
-    if request.sharpness is not None and world.is_main and not is_sharded(model):
-        inputs = data.validation_batches(SHARPNESS_SEQUENCES)[0].inputs[:SHARPNESS_SEQUENCES]
-        value = request.sharpness(trainer.inner, inputs.to(trainer.device))
-        fit.record("routing", mean_normalised_max=value)
-        outcome["mean_normalised_max"] = value
     outcome |= {"run": str(run.path), "model": str(run.path / "model")}
+    peak = peak_memory(trainer.device) if trainer.device.type == "cuda" else None
     export(trainer, run.path / "model", vocabulary)
-    if world.is_main:
+
+    def finish() -> None:
+        trace = _look(request, fit, run.path / "model", watch)
+        if trace is not None:
+            about = {"seed": fit.seed, "method": fit.label, "peak_memory_bytes": peak}
+            run.write_json("traces.json", {"traces": [about | trace]})
+            outcome["mean_normalised_max"] = trace["mean_normalised_max"]
+            fit.record("routing", mean_normalised_max=trace["mean_normalised_max"])
         run.write_json("summary.json", outcome)
-    world.barrier()
+
+    world.on_main(finish)
     return outcome
 
 
-def _prepare(request: Request, tokenizer: str) -> tuple[Vocabulary, Path]:
-    if not 0 < request.held_out < 100:
-        raise ConfigError(f"--held-out {request.held_out} must be between 0 and 100 percent")
-    corpus = open_corpus(request.data, field=request.text_field)
-    cache = request.cache or tokenise.cache_folder()
-    vocabulary = tokenise.choose_vocabulary(tokenizer, corpus, cache)
-    folder = tokenise.prepare(
-        corpus,
-        vocabulary,
-        cache=cache,
-        held_out=request.held_out,
-        max_tokens=request.max_tokens,
-        workers=request.workers,
-        on_progress=request.watch.on_progress,
-    )
-    return vocabulary, folder
+def _look(request: Request, fit: Fit, saved: Path, watch: Watch) -> dict[str, Any] | None:
+    """A trace of the trained model, by the first rank alone: no other has to take part.
+
+    A sharded model is read back from where it was ``saved``, whole.
+    """
+    trainer = fit.trainer
+    if request.look is None:
+        return None
+    inputs = look_inputs(fit.data.validation_batches(LOOK_SEQUENCES), trainer.settings)
+    try:
+        model = trainer.inner
+        if is_sharded(trainer.model):
+            model = load_model(str(saved), dtype=torch.float32).to(trainer.device)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        for parameter in frozen:  # or the gradient would not reach the first sublayers
+            parameter.requires_grad_(True)
+        with trainer.looking():
+            found = request.look(model, inputs.to(trainer.device))
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        return found
+    except torch.OutOfMemoryError:
+        watch.note("no memory left to look at the trained model; the run has no traces.json")
+        return None
 
 
 def _config(request: Request, job: _Job, index: dict[str, Any], world: World) -> dict[str, Any]:
     """Everything needed to run this again, JSON-ready."""
-    parts = index["parts"]
     return {
         "kind": job.kind,
         **job.about,
@@ -247,50 +244,19 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
         "device": str(world.device),
         "ranks": world.size,
         "parallel": request.parallel if world.size > 1 else None,
-        "data": {
-            "name": index["corpus"]["name"],
-            "sha256": index["corpus"]["sha256"],
-            "tokenizer": index["tokenizer"],
-            "train_tokens": parts["train"]["tokens"],
-            "train_documents": parts["train"]["documents"],
-            "validation_tokens": parts["validation"]["tokens"],
-            "validation_documents": parts["validation"]["documents"],
-        },
+        "data": sources.describe(index),
         "environment": environment.describe(),
     }
 
 
 def _open_run(request: Request, config: dict[str, Any]) -> bool:
     """Whether the run was there already and goes on."""
-    path = request.out.expanduser()
-    if request.resume and (path / "config.json").is_file():
-        run = RunDirectory.reopen(path)
-        _refuse_another_run(path, run.read_json("config.json"), config)
-        return True
-    RunDirectory.create(path).write_json("config.json", config)
-    return False
-
-
-def _refuse_another_run(path: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    saved, now = ({**c, "data": c["data"] | {"name": ""}} for c in (saved, now))  # wherever it lies
-    for name in ("kind", "preset", "base", "freeze_base", "methods", "seeds", "data"):
-        if saved.get(name) != now.get(name):
-            raise _other_run(path, name, saved.get(name), now.get(name))
-    old, new = saved["train"], now["train"]
-    for setting in sorted({*old, *new} - set(MAY_CHANGE)):
-        if old.get(setting) != new.get(setting):
-            raise _other_run(path, f"train.{setting}", old.get(setting), new.get(setting))
-
-
-def _other_run(path: Path, name: str, old: Any, new: Any) -> ConfigError:
-    def short(value: Any) -> str:
-        text = str(value)
-        return text if len(text) < 60 else f"{text[:57]}..."
-
-    return ConfigError(
-        f"{path} was started with {name} {short(old)} and now has {short(new)}; resume with the "
-        "same, or start a new run with another --out"
-    )
+    run, is_resumed = open_run(request.out, resume=request.resume)
+    if is_resumed:
+        refuse_another(run, config)
+    else:
+        run.write_json("config.json", config)
+    return is_resumed
 
 
 def label(routing: RoutingConfig) -> str:
@@ -307,21 +273,6 @@ def _ten_looks(settings: TrainSettings) -> TrainSettings:
         validate_every=settings.validate_every or every,
         save_every=settings.save_every or every,
     )
-
-
-def _fit_vocabulary(preset: Preset, vocabulary: dict[str, Any]) -> Preset:
-    """The published vocabulary where the tokenizer fits into it, or else the tokenizer's own."""
-    size = max(preset.model["vocab_size"], vocabulary["size"])
-    ends = {"eos_token_id": vocabulary["separator"], "bos_token_id": vocabulary["separator"]}
-    return replace(preset, model=preset.model | {"vocab_size": size} | ends)
-
-
-def _check_length(settings: TrainSettings, longest: int | None) -> None:
-    if longest is not None and settings.sequence_length > longest:
-        raise ConfigError(
-            f"train.sequence_length={settings.sequence_length} is longer than the model's "
-            f"{longest} positions; use at most {longest}"
-        )
 
 
 def _check_ranks(settings: TrainSettings, world: World) -> None:

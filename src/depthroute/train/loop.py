@@ -61,11 +61,22 @@ class Trainer:
     :meth:`take_step` is given its batch, so that several trainers can share one; :meth:`run` draws
     the batches itself. With a ``world`` of several ranks ``model`` is what
     :func:`depthroute.parallel.wrap.wrap` made, and each rank is given its own part of the batch.
+
+    Where steps ``is_timed`` against another trainer's, each waits for its own update, which would
+    otherwise run in the other's time.
     """
 
-    def __init__(self, model: Any, settings: TrainSettings, world: World = SINGLE) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainSettings,
+        world: World = SINGLE,
+        *,
+        is_timed: bool = False,
+    ) -> None:
         self.model = model
         self.settings = settings
+        self.is_timed = is_timed
         self.world = world
         self.inner = unwrapped(model)
         if settings.gradient_checkpointing:
@@ -75,7 +86,8 @@ class Trainer:
             self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
-            model.compile(backend=settings.compile)
+            # every batch has one shape, and a graph that keeps others open is a slower one
+            model.compile(backend=settings.compile, dynamic=False)
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device
@@ -106,12 +118,12 @@ class Trainer:
         lr = self.optimizer.param_groups[0]["lr"]
         tokens = round(self.world.sum(batch.num_targets))
         total = torch.zeros((), device=self.device)
-        parts = batch.split(self.settings.accumulation)
+        parts = batch.to(self.device).split(self.settings.accumulation)
         for index, part in enumerate(parts):
             # each rank's gradient is averaged with the others', so its share of the mean is
             # its sum times the number of ranks
             with syncing(self.model, index == len(parts) - 1):
-                loss = self._loss_sum(part.to(self.device)) / tokens
+                loss = self._loss_sum(part) / tokens
                 (loss * self.world.size if self.world.size > 1 else loss).backward()
             total += loss.detach()
         norm = global_norm_clipped(self.inner, self.settings.clip)
@@ -122,6 +134,8 @@ class Trainer:
             self.optimizer.step()
             self.recent.append(values["loss"])
         self.optimizer.zero_grad(set_to_none=True)
+        if self.is_timed and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.completed += 1
         return StepResult(
             step=step,
@@ -157,7 +171,7 @@ class Trainer:
 
     def _losses(self, parts: list[Batch]) -> None:
         for part in parts:
-            self._loss_sum(part.to(self.device))
+            self._loss_sum(part)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
         with self._autocast():
@@ -174,12 +188,19 @@ class Trainer:
     def validate(self, batches: list[Batch]) -> float:
         """Mean nats per token over held-out batches, which every rank computes in full."""
         self.model.eval()
-        total, count = 0.0, 0
-        for batch in batches:
-            total += self._loss_sum(batch.to(self.device)).item()
-            count += batch.num_targets
+        count = sum(batch.num_targets for batch in batches)
+        if self.settings.compile is not None:
+            batches = [batch.padded(len(batches[0].inputs)) for batch in batches]
+        parts = [p for batch in batches for p in batch.split(self.settings.accumulation)]
+        sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
         self.model.train()
-        return total / count
+        return sum(value.item() for value in sums) / count
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """In the precision of training but never compiled: a look at a model runs once."""
+        with torch.compiler.set_stance("force_eager"), self._autocast():
+            yield
 
 
 def _in_bf16(module: Any, inputs: Any, output: Tensor) -> Tensor:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from depthroute import presets
 from depthroute.errors import ConfigError
 from depthroute.train import data as text
+from depthroute.train import sources, tokenise
 from depthroute.train.compare import Comparison
 from depthroute.train.methods import parse_assignment, parse_methods
 from depthroute.train.settings import from_preset
+from depthroute.train.shards import read_index
+from depthroute.train.sources import TextSource
 
-ONE_RUN_ONLY = ("document_masking", "on_bad_step", "save_every", "keep_last")
+ONE_RUN_ONLY = {
+    "on_bad_step": "drops a method whose step goes bad",
+    "keep_last": "keeps its newest checkpoint alone",
+}
 
 
 def comparison(
@@ -19,28 +29,45 @@ def comparison(
     preset: str = "tiny",
     methods: str,
     num_seeds: int = 2,
-    data: str | None = None,
+    source: TextSource | None = None,
     device: str = "auto",
     assignments: list[str] | None = None,
+    shape: dict[str, Any] | None = None,
+    equal: str = "tokens",
+    on_progress: Callable[[tokenise.Progress], None] = lambda progress: None,
 ) -> Comparison:
+    """``source`` left out is the running Python's standard library, read as bytes."""
     chosen = presets.get(preset)
+    chosen = replace(chosen, model=chosen.model | (shape or {}))
     parsed = parse_methods(methods)
     for method in parsed:
         # so that a block too long for this model is refused now and not after the first method
         presets.build(chosen, method.routing, device="meta")
     changes = dict(parse_assignment(a, "--set") for a in assignments or [])
-    for name in changes:
-        if name in ONE_RUN_ONLY:
+    for name, reason in ONE_RUN_ONLY.items():
+        if name in changes:
             raise ConfigError(
-                f"--set {name}: a comparison keeps no checkpoints, reads bytes and drops a method "
-                "whose step goes bad; that setting is for depthroute train"
+                f"--set {name}: a comparison {reason}; that setting is for depthroute train"
             )
     settings = from_preset(chosen, changes)
-    where = choose_device(device)
-    tokens = text.load(
-        data, batch_size=settings.batch_size, sequence_length=settings.sequence_length
+    sources.check_length(settings, chosen.model.get("max_position_embeddings"))
+    where, seeds = choose_device(device), tuple(range(num_seeds))
+    if source is not None:
+        tokens = sources.prepare(source, sources.default_tokenizer(chosen, source), on_progress)
+        index = read_index(tokens.folder, verify=False)
+        fitted = sources.fit_vocabulary(chosen, index["tokenizer"])
+        unit = "byte" if index["tokenizer"]["name"] == "bytes" else "token"
+        about = sources.describe(index) | {"unit": unit}
+        found = sources.open_folder(tokens.folder, settings)
+        return Comparison(fitted, parsed, seeds, settings, found, where, equal, about)
+    if chosen.model["vocab_size"] != text.VOCABULARY or settings.document_masking:
+        raise ConfigError(
+            f"preset {preset!r} with these settings needs text of its own; give it with --data"
+        )
+    found = text.load(
+        None, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
-    return Comparison(chosen, parsed, tuple(range(num_seeds)), settings, tokens, where)
+    return Comparison(chosen, parsed, seeds, settings, found, where, equal)
 
 
 def choose_device(name: str) -> torch.device:

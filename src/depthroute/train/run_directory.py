@@ -29,12 +29,14 @@ class RunDirectory:
             raise RunError(f"{path} is a file; give a new or empty directory with --out")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
+            run = cls(path)
+            is_begun = run.metrics.exists() and run.metrics.stat().st_size > 0
+            # stopped before it had anything to say, a run leaves an empty list of records
+            if is_begun or any(item != run.metrics for item in path.iterdir()):
                 raise RunError(
                     f"{path} already holds a run or other files; give a new or empty directory "
                     "with --out"
                 )
-            run = cls(path)
             run.metrics.touch()
         except OSError as error:
             raise RunError(
@@ -62,17 +64,21 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"cannot write {self.metrics}: {error.strerror}") from error
 
+    def count(self) -> int:
+        """Lines so far; a checkpoint keeps it, so that a resumed run knows which of them count."""
+        return self.metrics.read_bytes().count(b"\n")
+
     def records(self) -> Iterator[dict[str, Any]]:
         """The lines of the run that counts: where it went on from a checkpoint, what had come
         after that checkpoint is left out, because it was done again."""
-        kept: list[dict[str, Any]] = []
+        kept: list[tuple[int, dict[str, Any]]] = []
         with self.metrics.open() as handle:
-            for line in handle:
+            for number, line in enumerate(handle):
                 record = json.loads(line)
                 if record["event"] == "resumed":
-                    kept = [r for r in kept if not _is_after(r, record["step"])]
-                kept.append(record)
-        yield from kept
+                    kept = [(n, r) for n, r in kept if not _is_undone(n, r, record)]
+                kept.append((number, record))
+        yield from (record for _, record in kept)
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """Written under another name first: a reader sees the old file or the whole new one."""
@@ -85,6 +91,12 @@ class RunDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         return json.loads((self.path / name).read_text())
+
+
+def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> bool:
+    if "lines" in resumed:  # a comparison, whose methods and seeds count their own steps
+        return number >= resumed["lines"]
+    return _is_after(record, resumed["step"])
 
 
 def _is_after(record: dict[str, Any], completed: int) -> bool:

@@ -1,4 +1,7 @@
-"""A corpus to tokens on disk, once: the result is kept under a hash of text and tokenizer."""
+"""A corpus to tokens on disk, once: the result is kept under a hash of text and tokenizer.
+
+The folder holds its tokenizer too, so it can be moved to a machine that has not the text.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ import json
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ BATCH_CHARACTERS = 1 << 18
 """Of the documents that are tokenised together."""
 PARALLEL_FROM = 1 << 26
 """Bytes of corpus from which processes pay: starting one takes seconds, as it imports torch."""
+TOKENIZER = "tokenizer"
+"""The folder beside the tokens."""
 _TRAINED = "train:"
 
 
@@ -90,6 +95,7 @@ def prepare(
     corpus: Corpus,
     vocabulary: Vocabulary,
     *,
+    validation: Corpus | None = None,
     cache: Path | None = None,
     held_out: float = HELD_OUT_PERCENT,
     max_tokens: int | None = None,
@@ -97,9 +103,14 @@ def prepare(
     shard_tokens: int = shards.SHARD_TOKENS,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Path:
-    """The folder of the corpus's tokens, made now or found in the cache."""
+    """The folder of the corpus's tokens, made now or found in the cache.
+
+    With a ``validation`` corpus nothing of ``corpus`` is held out, but documents that are in both
+    are left out of the training part. ``max_tokens`` limits ``corpus`` alone.
+    """
     what = [shards.FORMAT, corpus.fingerprint, vocabulary.fingerprint, held_out, max_tokens]
-    key = hashlib.sha256(json.dumps([*what, shard_tokens]).encode()).hexdigest()[:32]
+    what += [shard_tokens] if validation is None else [shard_tokens, validation.fingerprint]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     folder = (cache or cache_folder()) / "tokens" / key
     if (folder / "index.json").is_file():
         return folder
@@ -116,13 +127,20 @@ def prepare(
             }
             for writer in writers.values():
                 opened.callback(writer.finish_shard)
+            judged: list[int] = []
+            if validation is not None:
+                found = _encoded(validation, vocabulary, 1)
+                hashes = _write(found, writers, 100.0, validation, lambda progress: None)
+                judged, held_out = hashes["validation"], 0.0
             documents = _limited(_encoded(corpus, vocabulary, workers), max_tokens)
-            hashes = _write(documents, writers, held_out, corpus, on_progress)
+            copies = _Copies(documents, frozenset(judged))
+            hashes = _write(copies, writers, held_out, corpus, on_progress)
             if not all(writer.starts for writer in writers.values()):
-                writers = _split_again(temporary, writers, hashes, corpus)
+                writers = _split_again(temporary, writers, hashes)
+            vocabulary.save_pretrained(temporary / TOKENIZER)
             index = {
                 "format": shards.FORMAT,
-                "corpus": {"name": corpus.name, "sha256": corpus.fingerprint},
+                "corpus": _identity(corpus),
                 "tokenizer": {
                     "name": vocabulary.name,
                     "sha256": vocabulary.fingerprint,
@@ -131,12 +149,26 @@ def prepare(
                 },
                 "dtype": vocabulary.dtype.name,
                 "held_out_percent": held_out,
+                "validation": validation and _identity(validation),
+                "documents_left_out": copies.left_out,
                 "parts": {part: writer.close() for part, writer in writers.items()},
             }
             (temporary / "index.json").write_text(json.dumps(index, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
+
+
+def _identity(corpus: Corpus) -> dict[str, str]:
+    return {"name": corpus.name, "sha256": corpus.fingerprint}
+
+
+def stored_vocabulary(folder: Path) -> Vocabulary:
+    """What the tokens in ``folder`` were made with."""
+    index = shards.read_index(folder, verify=False)
+    if index["tokenizer"]["name"] == "bytes":
+        return as_bytes()
+    return replace(pretrained(str(folder / TOKENIZER)), name=index["tokenizer"]["name"])
 
 
 def open_tokens(
@@ -170,7 +202,7 @@ _Encoded = tuple[int, np.ndarray, int]
 
 
 def _write(
-    documents: Iterator[_Encoded],
+    documents: Iterable[_Encoded],
     writers: dict[str, shards.PartWriter],
     held_out: float,
     corpus: Corpus,
@@ -187,6 +219,20 @@ def _write(
     if not count:
         raise DataError(f"{corpus.name} holds no text")
     return hashes
+
+
+class _Copies:
+    """Documents without those that are judged by, counted as they pass."""
+
+    def __init__(self, documents: Iterator[_Encoded], judged: frozenset[int]) -> None:
+        self.documents, self.judged, self.left_out = documents, judged, 0
+
+    def __iter__(self) -> Iterator[_Encoded]:
+        for document in self.documents:
+            if document[0] in self.judged:
+                self.left_out += 1
+            else:
+                yield document
 
 
 def _limited(documents: Iterator[_Encoded], max_tokens: int | None) -> Iterator[_Encoded]:
@@ -264,7 +310,6 @@ def _split_again(
     folder: Path,
     writers: dict[str, shards.PartWriter],
     hashes: dict[str, list[int]],
-    corpus: Corpus,
 ) -> dict[str, shards.PartWriter]:
     """So few documents that the hash left a side empty: the one with the smallest hash is held
     out, and of a single document its last part."""

@@ -1,0 +1,142 @@
+"""What a command was given as text, made into tokens: one way for every command that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from depthroute.errors import ConfigError
+from depthroute.presets import Preset
+from depthroute.train import tokenise
+from depthroute.train.data import HELD_OUT_PERCENT, TokenData
+from depthroute.train.documents import open_corpus
+from depthroute.train.settings import TrainSettings
+from depthroute.train.vocabulary import Vocabulary
+
+PREPARED = "tokens:"
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text and how to read it."""
+
+    data: str
+    """Files, ``hf:NAME``, or ``tokens:DIR``: a folder that an earlier run prepared."""
+    _: KW_ONLY
+    validation: str | None = None
+    """Held-out text of its own, instead of a part of ``data``."""
+    tokenizer: str | None = None
+    text_field: str = "text"
+    held_out: float | None = None
+    """Percent of the documents; left out, 5."""
+    max_tokens: int | None = None
+    workers: int | None = None
+    cache: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    folder: Path
+    vocabulary: Vocabulary
+
+
+def prepare(
+    source: TextSource,
+    tokenizer: str,
+    on_progress: Callable[[tokenise.Progress], None] = lambda progress: None,
+) -> Tokens:
+    """The tokens of ``source``; ``tokenizer`` is what is used where it names none."""
+    if source.data.startswith(PREPARED):
+        return _prepared(source)
+    if source.held_out is not None and not 0 < source.held_out < 100:
+        raise ConfigError(f"--held-out {source.held_out} must be between 0 and 100 percent")
+    if source.validation is not None and source.held_out is not None:
+        raise ConfigError(
+            f"--validation {source.validation} is the held-out text, so --held-out "
+            f"{source.held_out} would be ignored; give one of them"
+        )
+    corpus = open_corpus(source.data, field=source.text_field)
+    judged = None
+    if source.validation is not None:
+        judged = open_corpus(source.validation, field=source.text_field)
+    cache = source.cache or tokenise.cache_folder()
+    vocabulary = tokenise.choose_vocabulary(source.tokenizer or tokenizer, corpus, cache)
+    folder = tokenise.prepare(
+        corpus,
+        vocabulary,
+        validation=judged,
+        cache=cache,
+        held_out=HELD_OUT_PERCENT if source.held_out is None else source.held_out,
+        max_tokens=source.max_tokens,
+        workers=source.workers,
+        on_progress=on_progress,
+    )
+    return Tokens(folder, vocabulary)
+
+
+def _prepared(source: TextSource) -> Tokens:
+    for name in ("validation", "tokenizer", "held_out", "max_tokens", "workers"):
+        if getattr(source, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} says how text becomes tokens, and {source.data} holds tokens already; "
+                "leave it out, or give --data the text"
+            )
+    folder = Path(source.data.removeprefix(PREPARED)).expanduser()
+    return Tokens(folder, tokenise.stored_vocabulary(folder))
+
+
+def open_folder(folder: Path, settings: TrainSettings, *, verify: bool = True) -> TokenData:
+    return tokenise.open_tokens(
+        folder,
+        batch_size=settings.batch_size,
+        sequence_length=settings.sequence_length,
+        document_masking=settings.document_masking,
+        verify=verify,
+    )
+
+
+def describe(index: dict[str, Any]) -> dict[str, Any]:
+    """What ``config.json`` says of the data."""
+    parts = index["parts"]
+    judged = index.get("validation") or {"name": None, "sha256": None}
+    return {
+        "name": index["corpus"]["name"],
+        "sha256": index["corpus"]["sha256"],
+        "validation": judged["name"],
+        "validation_sha256": judged["sha256"],
+        "tokenizer": index["tokenizer"],
+        "train_tokens": parts["train"]["tokens"],
+        "train_documents": parts["train"]["documents"],
+        "validation_tokens": parts["validation"]["tokens"],
+        "validation_documents": parts["validation"]["documents"],
+    }
+
+
+def default_tokenizer(preset: Preset, source: TextSource) -> str:
+    """Bytes where the preset's vocabulary is theirs; any other must be named."""
+    if preset.model["vocab_size"] == 256 or source.data.startswith(PREPARED):
+        return "bytes"
+    if source.tokenizer is None:
+        raise ConfigError(
+            f"preset {preset.name!r} needs a tokenizer: give --tokenizer with a folder, a hub id, "
+            "train:SIZE or bytes"
+        )
+    return source.tokenizer
+
+
+def fit_vocabulary(preset: Preset, tokenizer: dict[str, Any]) -> Preset:
+    """The preset's vocabulary where the tokenizer fits into it, or else the tokenizer's own."""
+    size = max(preset.model["vocab_size"], tokenizer["size"])
+    ends = {"eos_token_id": tokenizer["separator"], "bos_token_id": tokenizer["separator"]}
+    return replace(preset, model=preset.model | {"vocab_size": size} | ends)
+
+
+def check_length(settings: TrainSettings, longest: int | None) -> None:
+    if longest is not None and settings.sequence_length > longest:
+        raise ConfigError(
+            f"train.sequence_length={settings.sequence_length} is longer than the model's "
+            f"{longest} positions; use at most {longest}"
+        )

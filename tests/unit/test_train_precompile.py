@@ -1,0 +1,66 @@
+"""Compiled comparisons: a graph for training and one for validation of each method, made ahead."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training import SETTINGS, SMALL, words
+from torch._dynamo.utils import counters
+
+from depthroute import diagnostics
+from depthroute.errors import ConfigError
+from depthroute.train.compare import Comparison, run_comparison
+from depthroute.train.methods import parse_methods
+from depthroute.train.precompile import precompile
+from depthroute.train.run_directory import RunDirectory
+
+COMPILED = replace(
+    SETTINGS, steps=4, compile="eager", accumulation=2, validate_every=2, validation_sequences=6
+)
+
+
+def comparison(settings=COMPILED, methods="standard,delta"):
+    return Comparison(SMALL, parse_methods(methods), (0,), settings, words(), torch.device("cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_method_is_compiled_twice_and_never_in_between(tmp_path, monkeypatch):
+    """A short last batch, a look and the other methods make no further graphs."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
+    torch._dynamo.reset()
+    counters.clear()
+    seen = []
+
+    def look(model, tokens):
+        return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
+
+    summary = run_comparison(
+        comparison(),
+        RunDirectory.create(tmp_path / "run"),
+        sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
+        look=look,
+        on_step=lambda progress: seen.append(counters["stats"]["unique_graphs"]),
+    )
+    assert seen == [1, 2, 2, 2, 4, 4, 4, 4]
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
+    plain = run_comparison(
+        comparison(replace(COMPILED, compile=None)), RunDirectory.create(tmp_path / "plain")
+    )
+    for one, other in zip(summary["rows"], plain["rows"], strict=True):
+        expected = other["validation_loss"]["mean"]
+        assert one["validation_loss"]["mean"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_methods_are_compiled_ahead_in_processes_of_their_own():
+    notes = []
+    seconds = precompile(comparison(), 2, notes.append)
+    assert set(seconds) == {"standard", "delta"} and min(seconds.values()) > 0
+    assert sorted(n.split(" in ")[0] for n in notes) == ["compiled delta", "compiled standard"]
+
+
+def test_a_method_that_cannot_be_compiled_ahead_is_said_and_left_to_the_comparison():
+    notes = []
+    precompile(comparison(replace(COMPILED, compile="nothing"), "standard"), 1, notes.append)
+    assert len(notes) == 1 and notes[0].startswith("could not precompile standard: ")
+    with pytest.raises(ConfigError, match=r"--precompile needs a compiler; add --set compile="):
+        precompile(comparison(replace(COMPILED, compile=None)), 1)
