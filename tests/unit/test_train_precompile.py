@@ -24,9 +24,9 @@ def comparison(settings=COMPILED, methods="standard,delta"):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_every_method_is_compiled_twice_and_never_in_between(tmp_path, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_every_method_is_compiled_twice_and_never_in_between(tmp_path):
     """A short last batch, a look and the other methods make no further graphs."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 3)
     torch._dynamo.reset()
     counters.clear()
     seen = []
