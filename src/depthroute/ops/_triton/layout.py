@@ -44,6 +44,19 @@ def tiles(width: int, heads: int) -> Tiles:
     return Tiles(triton.next_power_of_2(heads), lanes // count, count)
 
 
+@cache
+def resident_tiles(width: int, heads: int) -> Tiles:
+    """One tile where the padding costs little, since every tile is another copy of the code.
+
+    Padded lanes cost registers, no memory traffic: 768 columns take 1024 lanes, not 3 x 256.
+    """
+    single = triton.next_power_of_2(width // heads)
+    lanes = single * triton.next_power_of_2(heads)
+    if lanes <= 2048 or (lanes <= 4096 and 3 * lanes <= 4 * width):
+        return Tiles(triton.next_power_of_2(heads), single, 1)
+    return tiles(width, heads)
+
+
 @dataclass(frozen=True)
 class Launch:
     """How one kernel is launched; chosen by :func:`forward_launch` and its like."""

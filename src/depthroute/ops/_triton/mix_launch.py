@@ -33,8 +33,8 @@ def _is_one_dtype(tensors: Sequence[Tensor], other: torch.dtype | None) -> bool:
     return len({t.dtype for t in tensors} | ({other} - {None})) == 1
 
 
-def _shape(width: int, heads: int) -> tuple[layout.Tiles, dict[str, Any]]:
-    block = layout.tiles(width, heads)
+def _shape(width: int, heads: int, held: bool) -> tuple[layout.Tiles, dict[str, Any]]:
+    block = (layout.resident_tiles if held else layout.tiles)(width, heads)
     return block, {
         "H": heads,
         "DH": width // heads,
@@ -99,7 +99,7 @@ def mix_forward(
     if tokens == 0:
         return results
     sources = [layout.aligned(s) for s in sources]
-    block, shape = _shape(width, heads)
+    block, shape = _shape(width, heads, is_resident)
     shape |= {
         "HAS_RESIDUAL": residual is not None,
         "HAS_PRIOR": prior is not None,
@@ -221,7 +221,7 @@ def mix_backward(
     given = [*sources, *carried, prior, grad, grad_y, grad_state, grad_last]
     given = [t for t in given if t is not None]
     is_resident = _triton_mix.resident(sources, width) and _is_one_dtype(given, state_dtype)
-    block, shape = _shape(width, heads)
+    block, shape = _shape(width, heads, is_resident)
     itemsize = given[0].element_size()
     if is_resident:
         num_rows = len(given) + has_norm
