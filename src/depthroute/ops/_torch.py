@@ -17,6 +17,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, which takes microseconds even to do nothing."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _scores(
     sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> tuple[Tensor, Tensor]:
@@ -31,8 +36,11 @@ def _scores(
     dots = queries.new_empty(len(sources), count, tokens, heads)
     sliced = queries.view(count, heads, -1)
     for n, source in enumerate(sources):
-        s = source.to(dtype)
-        torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norms[n])
+        s = _as(source, dtype)
+        if parts == 1:
+            torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norms[n])
+        else:
+            torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norms[n])
         if heads == 1 and count == 1:
             torch.mv(s, queries[0], out=dots[n].view(tokens))
         else:
@@ -43,8 +51,9 @@ def _scores(
 
 def _pair_dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
     """a . b per token and head: [N, H]."""
-    a, b = a.unflatten(-1, (heads, -1)), b.unflatten(-1, (heads, -1))
-    return torch.linalg.vecdot(a, b)
+    if heads == 1:
+        return torch.linalg.vecdot(a, b).unsqueeze(-1)
+    return torch.linalg.vecdot(a.unflatten(-1, (heads, -1)), b.unflatten(-1, (heads, -1)))
 
 
 def _spread(w: Tensor, width: int) -> Tensor:
@@ -67,7 +76,7 @@ def mix_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H]."""
     tokens, width = (prior if prior is not None else sources[0]).shape
-    dtype, device = query.dtype, query.device
+    dtype = query.dtype
     if sources:
         rstd, logits = _scores(sources, query.unsqueeze(0), eps, heads, slice_norm)
         logits = logits.squeeze(1)
@@ -86,12 +95,19 @@ def mix_forward(
     if centered:
         weights -= scales / torch.full_like(total, every.shape[0])
     values = list(sources) if prior is None else [prior, *sources]
-    out = torch.zeros(tokens, width, dtype=dtype, device=device)
-    if residual is not None:
-        out = residual.to(dtype) * scale if scale != 1.0 else residual.to(dtype, copy=True)
-    for weight, value in zip(weights, values, strict=True):
-        out.addcmul_(_spread(weight, width), value.to(dtype))
-    return out.to(out_dtype), rstd, logits, lse
+    terms = [
+        (_spread(weight, width), _as(value, dtype))
+        for weight, value in zip(weights, values, strict=True)
+    ]
+    weight, value = terms[0]
+    if residual is None:
+        out = weight * value
+    else:
+        start = _as(residual, dtype)
+        out = torch.addcmul(start if scale == 1.0 else start * scale, weight, value)
+    for weight, value in terms[1:]:
+        out.addcmul_(weight, value)
+    return _as(out, out_dtype), rstd, logits, lse
 
 
 def mix_backward(
@@ -113,7 +129,7 @@ def mix_backward(
     dsource_n = alpha_n dx + ds_n r_n (q - khat_n logit_n / D);  dq = sum ds_n khat_n.
     """
     dtype, width = query.dtype, grad.shape[-1]
-    dx = grad.to(dtype)
+    dx = _as(grad, dtype)
     if scale != 1.0:
         dx = dx * scale
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
@@ -121,7 +137,7 @@ def mix_backward(
     alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
     u = torch.empty_like(alpha)
     for n, value in enumerate(values):
-        u[n] = _pair_dot(dx, value.to(dtype), heads)
+        u[n] = _pair_dot(dx, _as(value, dtype), heads)
     dlogits = alpha * (u - (alpha * u).sum(0))
     weights = alpha - 1.0 / len(values) if centered else alpha
     dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
@@ -132,12 +148,12 @@ def mix_backward(
     through, pull = _through_norm(dlogits, logits, rstd, width)
     dsources = []
     for n, source in enumerate(sources):
-        s = source.to(dtype)
+        s = _as(source, dtype)
         _add_query_gradient(dquery, through[n], s, heads)
         out = _spread(weights[n], width) * dx
         out.addcmul_(_spread(through[n], width), query.expand_as(out))
         out.addcmul_(_spread(pull[n], width), s)
-        dsources.append(out.to(source.dtype))
+        dsources.append(_as(out, source.dtype))
     return dsources, dquery, dprior, dprior_lse
 
 

@@ -178,6 +178,12 @@ def _call(
     backend: str,
 ) -> Any:
     example = sources[0] if prior is None else prior
+    options = eps, heads, head_norm == "slice", centered, scale
+    dtype = dtype or example.dtype
+    if backend == "torch" and not torch.compiler.is_compiling():
+        given = query, key_weight, residual, prior, prior_lse
+        x = _EagerMix.apply((*options, dtype), *given, *sources)
+        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
     tensors = (
         [_flat(s) for s in sources],
         _fold(query, key_weight, example.dtype),
@@ -185,28 +191,21 @@ def _call(
         None if prior is None else _flat(prior),
         None if prior_lse is None else _flat(prior_lse),
     )
-    options = eps, heads, head_norm == "slice", centered, scale
-    dtype = dtype or example.dtype
-    if backend == "triton":
-        needs_grad = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
-        )
-        keeps_low = needs_grad and _triton_mix.keeps_low_bits(
-            sources, query.shape[0], residual is not None, centered
-        )
-        nothing_pushed = None, None, False
-        x, y, *_ = torch.ops.depthroute.depth_mix_triton(
-            *tensors, norm_weight, *nothing_pushed, *options, norm_eps, dtype, keeps_low
-        )
-        x = x.view(example.shape)
-        return x if norm_weight is None else (x, y.view(example.shape))
-    if torch.compiler.is_compiling():
-        x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0]
-    else:
-        flat, *given = tensors
-        x = _EagerMix.apply((*options, dtype), *given, *flat)
+    if backend == "torch":
+        x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0].view(example.shape)
+        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
+    needs_grad = torch.is_grad_enabled() and any(
+        t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
+    )
+    keeps_low = needs_grad and _triton_mix.keeps_low_bits(
+        sources, query.shape[0], residual is not None, centered
+    )
+    nothing_pushed = None, None, False
+    x, y, *_ = torch.ops.depthroute.depth_mix_triton(
+        *tensors, norm_weight, *nothing_pushed, *options, norm_eps, dtype, keeps_low
+    )
     x = x.view(example.shape)
-    return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
+    return x if norm_weight is None else (x, y.view(example.shape))
 
 
 def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
@@ -283,39 +282,50 @@ def _check_sources(
 
 
 class _EagerMix(torch.autograd.Function):
-    """``depthroute::depth_mix`` without the dispatcher.
+    """``depthroute::depth_mix`` without the dispatcher, and with flattening and gain inside.
 
     A registered op costs about 1 ms a call, forward and backward, on a CPU, more than the mix
     itself for a narrow model. Only a compiler needs the registration.
     """
 
     @staticmethod
-    def forward(ctx, options, query, residual, prior, prior_lse, *sources):
+    def forward(ctx, options, query, key_weight, residual, prior, prior_lse, *sources):
         ran("depth_mix", "torch")
         _, heads, _, centered, scale, _ = options
-        x, rstd, logits, lse = _torch.mix_forward(
-            sources, query, residual, prior, prior_lse, *options
-        )
-        ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
+        example = sources[0] if prior is None else prior
+        q = _fold(query, key_weight, example.dtype)
+        flat = [_flat(s) for s in sources]
+        others = [None if t is None else _flat(t) for t in (residual, prior, prior_lse)]
+        x, rstd, logits, lse = _torch.mix_forward(flat, q, *others, *options)
+        ctx.save_for_backward(*sources, query, key_weight, prior, prior_lse, rstd, logits, lse)
         ctx.options = heads, centered, scale
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return x
+        return x.view(example.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
+        *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
         ran("depth_mix_backward", "torch")
-        dsources, dquery, dprior, dprior_lse = _torch.mix_backward(
-            grad, sources, query, prior, prior_lse, rstd, logits, lse, *ctx.options
+        shape, scale = grad.shape, ctx.options[2]
+        flat = [_flat(s) for s in sources]
+        q = _fold(query, key_weight, (sources[0] if prior is None else prior).dtype)
+        given = [None if t is None else _flat(t) for t in (prior, prior_lse)]
+        dsources, dq, dprior, dprior_lse = _torch.mix_backward(
+            _flat(grad), flat, q, *given, rstd, logits, lse, *ctx.options
         )
-        dresidual = None
+        dresidual = dkey_weight = None
         if ctx.residual_dtype is not None:
-            scale = ctx.options[2]
             dresidual = (grad if scale == 1.0 else grad * scale).to(ctx.residual_dtype)
-        if prior is None:
+        dquery = dq
+        if key_weight is not None:
+            dquery, dkey_weight = dq * key_weight, (dq * query).to(key_weight.dtype)
+        if prior is None or prior_lse is None:
             dprior = dprior_lse = None
-        return None, dquery, dresidual, dprior, dprior_lse, *dsources
+        else:
+            dprior, dprior_lse = dprior.view(prior.shape), dprior_lse.view(prior_lse.shape)
+        leading = dquery.to(query.dtype), dkey_weight, dresidual, dprior, dprior_lse
+        return None, *leading, *(d.view(shape) for d in dsources)
 
 
 @torch.library.custom_op("depthroute::depth_mix", mutates_args=())
