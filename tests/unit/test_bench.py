@@ -13,6 +13,7 @@ from depthroute.bench.record import Record, write_json
 from depthroute.bench.step import AGAIN, jobs
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.ops import reference
+from depthroute.train import compiler
 
 CPU = torch.device("cpu")
 
@@ -331,23 +332,23 @@ def test_everything_is_relative_to_standard_which_comes_first_and_last():
 
 
 def test_an_edit_of_the_source_is_another_cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(precompile, "PACKAGE", tmp_path)
+    monkeypatch.setattr(compiler, "PACKAGE", tmp_path)
     (tmp_path / "ops.py").write_text("a = 1\n")
-    before = precompile.source_hash()
-    assert precompile.source_hash() == before
+    before = compiler.source_hash()
+    assert compiler.source_hash() == before
     (tmp_path / "ops.py").write_text("a = 2\n")
-    assert precompile.source_hash() != before
+    assert compiler.source_hash() != before
 
 
 def test_a_cache_that_the_user_chose_is_kept_and_torchs_default_is_not(monkeypatch):
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    monkeypatch.setenv(precompile.CACHE_VARIABLE, "/somewhere/else")
-    assert precompile.use_own_caches() == "/somewhere/else"
-    monkeypatch.delenv(precompile.CACHE_VARIABLE)
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, "/somewhere/else")
+    assert compiler.use_own_caches() == "/somewhere/else"
+    monkeypatch.delenv(compiler.CACHE_VARIABLE)
     cache_dir()  # which sets the variable to its default
-    own = precompile.use_own_caches()
-    assert own.endswith(precompile.source_hash())
+    own = compiler.use_own_caches()
+    assert own.endswith(compiler.source_hash())
     assert cache_dir() == own
 
 
@@ -388,8 +389,8 @@ def test_a_breakdown_adds_up():
     found = breakdown.of(lambda: ops.depth_mix(sources, torch.randn(16)), CPU)
     assert found["total_ms"] == pytest.approx(sum(found["by_category_ms"].values()))
     assert found["by_category_ms"]["depthroute"] > 0
-    assert found["depthroute"]["depthroute::depth_mix"]["count"] == 1
-    assert "depthroute::depth_mix" in breakdown.line(found)
+    assert found["depthroute"]["_EagerMix"]["count"] == 1
+    assert "_EagerMix" in breakdown.line(found)
     assert json.dumps(found)
 
 

@@ -4,20 +4,15 @@ What is cached, in torch 2.11 to 2.13 by default: Inductor's output per graph (F
 what AOTAutograd makes of the traced model, forward and backward (AOTAutograd cache), which takes
 ops registered with ``torch.library`` as they are. Triton caches every kernel by its source.
 
-One thing is not part of those keys: the backward formula of a registered op, which AOTAutograd
-traces into the cached backward. After an edit to it, an old cache would be measured as if it were
-new. So the cache folder is named after a hash of this package's source.
+:mod:`depthroute.train.compiler` says where the caches are.
 """
 
 from __future__ import annotations
 
-import getpass
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,38 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.bench.record import Say
+from depthroute.train.compiler import use_own_caches
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
 COMPILE_TOKENS = 256
 """Enough to compile kernels that do not have the number of tokens in them."""
-
-
-def source_hash() -> str:
-    """Of every Python file of this package."""
-    digest = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def use_own_caches() -> str:
-    """Point torch at a cache folder of this very source, unless the user has chosen one.
-
-    Torch itself puts its default into the environment as soon as it asks for it, so the default
-    there is nobody's choice.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):
-            user = str(os.getuid())
-        folder = Path(tempfile.gettempdir()) / f"depthroute-bench-{user}" / source_hash()
-        os.environ[CACHE_VARIABLE] = str(folder)
-    return os.environ[CACHE_VARIABLE]
 
 
 def counts(since: dict[str, int] | None = None) -> dict[str, int]:
@@ -158,6 +127,7 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    use_own_caches()
     task = json.loads(sys.argv[1])
     run = {"step": _compile_step, "operators": _compile_operators}[task["kind"]]
     print(json.dumps(run(task)), flush=True)

@@ -21,6 +21,7 @@ from depthroute.bench import breakdown, gate, precompile, timing
 from depthroute.bench.record import Record, one_line
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
+from depthroute.train.compiler import use_own_caches
 from depthroute.train.methods import BASELINE, parse_method, parse_methods
 
 AGAIN = "standard, again"
@@ -142,7 +143,7 @@ def run(
     if not gate_operators(record, settings, width):
         return
     if not settings.eager:
-        record.values["caches"] = precompile.use_own_caches()
+        record.values["caches"] = use_own_caches()
         if num_processes > 0:
             names = [label for label, _ in methods if label != AGAIN]
             record.values["precompiled"] = precompile.steps(

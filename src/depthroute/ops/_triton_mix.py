@@ -91,7 +91,9 @@ def _(
     count = len(sources) + reads_last
     x = example.new_empty(tokens, width, dtype=dtype)
     normed = norm_weight is not None
-    pushes = residual is not None and output is not None
+    state = x.new_empty(0)
+    if residual is not None and output is not None:
+        state = residual.new_empty(residual.shape)
     return (
         x,
         x.new_empty(x.shape) if normed else x.new_empty(0),
@@ -99,7 +101,7 @@ def _(
         query.new_empty(tokens, count, heads),
         query.new_empty(tokens, heads),
         query.new_empty(tokens if normed else 0),
-        residual.new_empty(residual.shape) if pushes else x.new_empty(0),
+        state,
         x.new_empty(0) if partial is None else partial.new_empty(partial.shape),
         x.new_empty(x.shape if keeps_low else 0, dtype=torch.int16),
     )

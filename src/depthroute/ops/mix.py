@@ -187,9 +187,9 @@ def _call(
     tensors = (
         [_flat(s) for s in sources],
         _fold(query, key_weight, example.dtype),
-        None if residual is None else _flat(residual),
-        None if prior is None else _flat(prior),
-        None if prior_lse is None else _flat(prior_lse),
+        _flat_or_none(residual),
+        _flat_or_none(prior),
+        _flat_or_none(prior_lse),
     )
     if backend == "torch":
         x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0].view(example.shape)
@@ -218,6 +218,10 @@ def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
 
 def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
+
+
+def _flat_or_none(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _flat(x)
 
 
 def _fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -295,8 +299,10 @@ class _EagerMix(torch.autograd.Function):
         example = sources[0] if prior is None else prior
         q = _fold(query, key_weight, example.dtype)
         flat = [_flat(s) for s in sources]
-        others = [None if t is None else _flat(t) for t in (residual, prior, prior_lse)]
-        x, rstd, logits, lse = _torch.mix_forward(flat, q, *others, *options)
+        x, rstd, logits, lse = _torch.mix_forward(
+            flat, q, _flat_or_none(residual), _flat_or_none(prior), _flat_or_none(prior_lse),
+            *options,
+        )  # fmt: skip
         ctx.save_for_backward(*sources, query, key_weight, prior, prior_lse, rstd, logits, lse)
         ctx.options = heads, centered, scale
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -304,16 +310,18 @@ class _EagerMix(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (grad,) = grads
         *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
         ran("depth_mix_backward", "torch")
         shape, scale = grad.shape, ctx.options[2]
         flat = [_flat(s) for s in sources]
         q = _fold(query, key_weight, (sources[0] if prior is None else prior).dtype)
-        given = [None if t is None else _flat(t) for t in (prior, prior_lse)]
+        stats = rstd, logits, lse
         dsources, dq, dprior, dprior_lse = _torch.mix_backward(
-            _flat(grad), flat, q, *given, rstd, logits, lse, *ctx.options
-        )
+            _flat(grad), flat, q, _flat_or_none(prior), _flat_or_none(prior_lse), *stats,
+            *ctx.options,
+        )  # fmt: skip
         dresidual = dkey_weight = None
         if ctx.residual_dtype is not None:
             dresidual = (grad if scale == 1.0 else grad * scale).to(ctx.residual_dtype)

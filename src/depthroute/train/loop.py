@@ -18,6 +18,7 @@ from torch.nn import functional
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.train.compiler import use_own_caches
 from depthroute.train.data import IGNORED, Batch, TokenData
 from depthroute.train.divergence import locate
 from depthroute.train.optim import build_optimizer, set_rates
@@ -86,6 +87,7 @@ class Trainer:
             self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
+            use_own_caches()
             # every batch has one shape, and a graph that keeps others open is a slower one
             model.compile(backend=settings.compile, dynamic=False)
         self.completed = 0

@@ -63,7 +63,7 @@ def mix_forward(
     norm_eps: float,
     out_dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x and y [N, D], rstd [N, S, 1|H], logits [N, S, H], lse [N, H], norm rstd [N], state, last
     and low bits [N, D]."""
     example = prior if prior is not None else output if output is not None else sources[0]

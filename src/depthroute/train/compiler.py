@@ -1,0 +1,52 @@
+"""Where torch.compile keeps what it compiled.
+
+Torch caches on disk, in 2.11 to 2.13 by default, Inductor's output per graph and what AOTAutograd
+makes of a traced model, forward and backward. One thing is not part of its keys: the backward
+formulas of registered ops and of autograd functions, which are traced into the cached backward.
+With another version of this package, an old backward would be run as if it were the new one. So
+the cache folder is named after a hash of this package's source; and then models whose boundaries
+are autograd functions, which torch leaves out of the cache for that very reason, may be cached too.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def source_hash() -> str:
+    """Of every Python file of this package."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def use_own_caches() -> str:
+    """Point torch at a cache folder of this very source, unless the user has chosen one.
+
+    Torch itself puts its default into the environment as soon as it asks for it, so the default
+    there is nobody's choice.
+    """
+    from torch._functorch import config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    root = Path(tempfile.gettempdir()) / f"depthroute-{_user()}"
+    if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        os.environ[CACHE_VARIABLE] = str(root / source_hash())
+    if Path(os.environ[CACHE_VARIABLE]).name == source_hash():
+        config.autograd_cache_allow_custom_autograd_functions = True
+    return os.environ[CACHE_VARIABLE]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
