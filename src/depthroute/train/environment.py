@@ -29,7 +29,7 @@ def describe() -> dict[str, Any]:
         "packages": {name: _version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "devices": devices(),
-        "command": sys.argv,
+        "command": ["depthroute", *sys.argv[1:]],
     }
 
 
