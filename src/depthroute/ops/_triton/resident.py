@@ -257,12 +257,9 @@ def resident_backward_kernel(
             b_grad = hold(p_grad + o_row, H, DH, HB, BC, NT)
         if HAS_GRAD_STATE:
             b_dstate = hold(p_grad_state + o_row, H, DH, HB, BC, NT)
-        rows, carried = (), ()
+        rows = ()
         for n in tl.static_range(S):
             rows = rows + (hold(p_sources[n] + o_row, H, DH, HB, BC, NT),)
-        if HAS_CARRIED:
-            for n in tl.static_range(S):
-                carried = carried + (hold(p_carried[n] + o_row, H, DH, HB, BC, NT),)
         b_lse = tl.load(p_lse + i_row * H + o_h, m_h, 0.0)
         if HAS_NORM:
             # y = x r w:  dx = r (gw - xhat mean(gw xhat)),  dw += gy xhat
@@ -341,7 +338,9 @@ def resident_backward_kernel(
                 out = out + (b_weight * b_dx[j] + b_through * b_q[j] - b_pull * b[j],)
             b_dq = axpy(b_through, b, b_dq, NT)
             if HAS_CARRIED:
-                out = plus(out, widen(carried[n], NT), NT)
+                # fetched with the others, but read from shared memory only now: fewer registers
+                b_carried = hold(p_carried[n] + o_row, H, DH, HB, BC, NT)
+                out = plus(out, widen(b_carried, NT), NT)
             b_held = narrow(out, DTYPE, NT)
             put(p_dsources[n] + o_row, b_held, H, DH, HB, BC, NT)
             if WRITES_OUTPUT and READS_LAST and n == S - 1:
