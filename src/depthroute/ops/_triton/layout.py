@@ -153,14 +153,15 @@ def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Laun
     while at_once > 1 and block.elements * at_once > 16384:  # 64 a thread of 8 warps
         at_once //= 2
     warps = min(8, _warps(block.elements * at_once, 32))
-    return Launch(1, warps, 1, 0), at_once
+    return Launch(1, warps, _stages(3, block.elements * 4), 0), at_once
 
 
 def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
     """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
     per_thread = max(2, min(8, 32 // all_queries))
     columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
-    return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 1, 16)
+    # few programs fit, since each holds every query's gradient; so each looks far ahead
+    return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 5, 16)
 
 
 @cache
