@@ -151,7 +151,10 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
     if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
         devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
-        caption = f"{caption[:-1]}, which this device ({devices}) does not count."
+        why = f"which this device ({devices}) does not count"
+        if "cuda" in devices:
+            why = "which a run records when it ends"
+        caption = f"{caption[:-1]}, {why}."
     notes = f"<p>{escape(caption)}</p>" if drawn else ""
     if name == "maps" and (untraced := _untraced(data)):
         notes += (

@@ -180,7 +180,8 @@ def _facet(
     x0, y0, w, h = box
     xs = [x for line in facet.lines for x in line.x]
     low_x, high_x = facet.x_bounds or ((min(xs), max(xs)) if xs else (0.0, 1.0))
-    high_x = high_x if high_x > low_x else low_x + 1
+    if not high_x > low_x:  # a single point: from zero to it
+        low_x, high_x = (0.0, high_x) if high_x > 0 else (low_x, low_x + 1)
     low, high = _y_range(facet)
 
     def at_x(value: float) -> float:
