@@ -28,6 +28,7 @@ CASES = [
     GroupCase(9, 8, 3, 1024),
     GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
     AttentionCase(3, 1, 3, 4, 2, 64),
+    AttentionCase(9, 1, 3, 4, 2, 64),
 ]
 
 

@@ -32,15 +32,14 @@ class DepthMemory:
         if not wanted:
             return value
         places = [self.held.index(layer) for layer in wanted]
+        keys = [*(self.keys[p] for p in places), key]
+        values = [*(self.values[p] for p in places), value]
+        if self.observer is None:
+            return ops.depth_attention_mix(query, keys, values, scaling=scaling)
         mixed, weights = ops.depth_attention_mix(
-            query,
-            [*(self.keys[p] for p in places), key],
-            [*(self.values[p] for p in places), value],
-            scaling=scaling,
-            return_weights=True,
+            query, keys, values, scaling=scaling, return_weights=True
         )
-        if self.observer is not None:
-            self.observer.on_depth_mix(self.layer, wanted, weights)
+        self.observer.on_depth_mix(self.layer, wanted, weights)
         return mixed
 
     def push(self, key: Tensor | None, value: Tensor | None) -> DepthMemory:

@@ -1,9 +1,13 @@
 """Depth-attention value mixing at KV resolution: one program mixes BR rows (token, KV head).
 
 Forward reads the query heads once, each layer's key and value once, and writes the mixed value;
-saved are the logits and their log-sum-exp. Backward sweeps the values twice, the second time from
-cache, and writes every gradient once. Tensors keep their strides, so the transposed views that
-attention modules make are read in place.
+saved are the logits and their log-sum-exp. Backward writes every gradient once. Tensors keep their
+strides, so the transposed views that attention modules make are read in place.
+
+A few layers (COUNT of them) come as kernel arguments and the loop over them is unrolled: their
+loads are all under way at once, decoding needs no other launch, and backward reads every value
+once. More come as tables of addresses (COUNT = 0), and backward reads values twice, the second time
+from cache.
 """
 
 from __future__ import annotations
@@ -17,20 +21,9 @@ SIZES = ["rows", "T", "J"]  # a size of 1 must not become a constant, nor each s
 
 
 @triton.jit
-def _address(p_list, j, COUNT: tl.constexpr, DTYPE: tl.constexpr):
-    """Address [1, 1] of tensor ``j`` of a list.
-
-    Up to a few tensors come as kernel arguments (a tuple of COUNT), so that decoding needs one
-    launch; more as a table in device memory (COUNT = 0).
-    """
-    o_n = j + tl.arange(0, 1)
-    if COUNT == 0:
-        return pointers(p_list, o_n, DTYPE)[:, None]
-    p = o_n.to(tl.int64) * 0
-    for i in tl.static_range(COUNT):
-        p = tl.where(o_n == i, p_list[i].to(tl.int64), p)
-    p = p.to(tl.pointer_type(DTYPE), bitcast=True)
-    return tl.multiple_of(p, [16])[:, None]
+def _address(p_table, j, DTYPE: tl.constexpr):
+    """Address [1, 1] of tensor ``j`` of a table."""
+    return pointers(p_table, j + tl.arange(0, 1), DTYPE)[:, None]
 
 
 @triton.jit
@@ -48,6 +41,17 @@ def _mean_query(
     for r in tl.static_range(R):
         b_q += tl.load(p_query + o_query + r * stride_h + o_d, m, 0.0).to(tl.float32)
     return b_q / R
+
+
+@triton.jit
+def _mixed(b_q, b_k, b_v, b_acc, b_top, b_total, p_logit, m_row):
+    """One layer more in the online softmax."""
+    b_logit = tl.sum(b_q * b_k.to(tl.float32), 1, keep_dims=True)
+    tl.store(p_logit, b_logit, m_row)
+    b_new = tl.maximum(b_top, b_logit)
+    b_keep, b_weight = tl.exp(b_top - b_new), tl.exp(b_logit - b_new)
+    b_acc = b_acc * b_keep + b_weight * b_v.to(tl.float32)
+    return b_acc, b_new, b_total * b_keep + b_weight
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -100,18 +104,18 @@ def attention_forward_kernel(
     b_acc = tl.zeros([BR, BV], tl.float32)
     b_top = tl.full([BR, 1], float("-inf"), tl.float32)
     b_total = tl.zeros([BR, 1], tl.float32)
-    for j in range(J):
-        p_key = _address(p_keys, j, COUNT, KEY_DTYPE)
-        p_value = _address(p_values, j, COUNT, VALUE_DTYPE)
-        b_k = tl.load(p_key + o_key, m_d, 0.0).to(tl.float32)
-        b_v = tl.load(p_value + o_value, m_v, 0.0).to(tl.float32)
-        b_logit = tl.sum(b_q * b_k, 1, keep_dims=True)
-        tl.store(p_logits + j * rows.to(tl.int64) + o_stat, b_logit, m_row)
-        b_new = tl.maximum(b_top, b_logit)
-        b_keep, b_weight = tl.exp(b_top - b_new), tl.exp(b_logit - b_new)
-        b_acc = b_acc * b_keep + b_weight * b_v
-        b_total = b_total * b_keep + b_weight
-        b_top = b_new
+    if COUNT > 0:
+        for j in tl.static_range(COUNT):
+            b_k = tl.load(p_keys[j] + o_key, m_d, 0.0)
+            b_v = tl.load(p_values[j] + o_value, m_v, 0.0)
+            p_logit = p_logits + j * rows.to(tl.int64) + o_stat
+            b_acc, b_top, b_total = _mixed(b_q, b_k, b_v, b_acc, b_top, b_total, p_logit, m_row)
+    else:
+        for j in range(J):
+            b_k = tl.load(_address(p_keys, j, KEY_DTYPE) + o_key, m_d, 0.0)
+            b_v = tl.load(_address(p_values, j, VALUE_DTYPE) + o_value, m_v, 0.0)
+            p_logit = p_logits + j * rows.to(tl.int64) + o_stat
+            b_acc, b_top, b_total = _mixed(b_q, b_k, b_v, b_acc, b_top, b_total, p_logit, m_row)
     tl.store(p_lse + o_stat, b_top + tl.log(b_total), m_row)
     o_out = i_batch * o_b + i_head * o_h + i_token * o_t + o_v
     tl.store(p_mixed + o_out, (b_acc / b_total).to(VALUE_DTYPE), m_v)
@@ -182,25 +186,40 @@ def attention_backward_kernel(
     b_dx = tl.load(p_grad + o_grad, m_v, 0.0).to(tl.float32)
     b_lse = tl.load(p_lse + o_stat, m_row, 0.0)
     b_delta = tl.zeros([BR, 1], tl.float32)
-    for j in range(J):
-        b_v = tl.load(_address(p_values, j, COUNT, VALUE_DTYPE) + o_value, m_v, 0.0)
-        b_logit = tl.load(p_logits + j * rows.to(tl.int64) + o_stat, m_row, 0.0)
-        b_u = tl.sum(b_dx * b_v.to(tl.float32), 1, keep_dims=True)
-        b_delta += tl.exp(b_logit - b_lse) * b_u
     b_dq = tl.zeros([BR, BD], tl.float32)
-    for i in range(J):
-        j = J - 1 - i  # newest in the cache first
-        b_v = tl.load(_address(p_values, j, COUNT, VALUE_DTYPE) + o_value, m_v, 0.0)
-        b_k = tl.load(_address(p_keys, j, COUNT, KEY_DTYPE) + o_key, m_d, 0.0)
-        b_logit = tl.load(p_logits + j * rows.to(tl.int64) + o_stat, m_row, 0.0)
-        b_u = tl.sum(b_dx * b_v.to(tl.float32), 1, keep_dims=True)
-        b_alpha = tl.exp(b_logit - b_lse)
-        b_ds = b_alpha * (b_u - b_delta) * scaling
-        b_dq += b_ds * b_k.to(tl.float32)
-        p_dvalue = _address(p_dvalues, j, COUNT, VALUE_DTYPE) + o_dvalue
-        p_dkey = _address(p_dkeys, j, COUNT, KEY_DTYPE) + o_dkey
-        tl.store(p_dvalue, (b_alpha * b_dx).to(VALUE_DTYPE), m_v)
-        tl.store(p_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
+    if COUNT > 0:
+        us, alphas = (), ()
+        for j in tl.static_range(COUNT):
+            b_v = tl.load(p_values[j] + o_value, m_v, 0.0).to(tl.float32)
+            b_logit = tl.load(p_logits + j * rows.to(tl.int64) + o_stat, m_row, 0.0)
+            b_u = tl.sum(b_dx * b_v, 1, keep_dims=True)
+            b_alpha = tl.exp(b_logit - b_lse)
+            b_delta += b_alpha * b_u
+            us, alphas = us + (b_u,), alphas + (b_alpha,)
+        for j in tl.static_range(COUNT):
+            b_ds = alphas[j] * (us[j] - b_delta) * scaling
+            b_dq += b_ds * tl.load(p_keys[j] + o_key, m_d, 0.0).to(tl.float32)
+            tl.store(p_dvalues[j] + o_dvalue, (alphas[j] * b_dx).to(VALUE_DTYPE), m_v)
+            tl.store(p_dkeys[j] + o_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
+    else:
+        for j in range(J):
+            b_v = tl.load(_address(p_values, j, VALUE_DTYPE) + o_value, m_v, 0.0)
+            b_logit = tl.load(p_logits + j * rows.to(tl.int64) + o_stat, m_row, 0.0)
+            b_u = tl.sum(b_dx * b_v.to(tl.float32), 1, keep_dims=True)
+            b_delta += tl.exp(b_logit - b_lse) * b_u
+        for i in range(J):
+            j = J - 1 - i  # newest in the cache first
+            b_v = tl.load(_address(p_values, j, VALUE_DTYPE) + o_value, m_v, 0.0)
+            b_k = tl.load(_address(p_keys, j, KEY_DTYPE) + o_key, m_d, 0.0)
+            b_logit = tl.load(p_logits + j * rows.to(tl.int64) + o_stat, m_row, 0.0)
+            b_u = tl.sum(b_dx * b_v.to(tl.float32), 1, keep_dims=True)
+            b_alpha = tl.exp(b_logit - b_lse)
+            b_ds = b_alpha * (b_u - b_delta) * scaling
+            b_dq += b_ds * b_k.to(tl.float32)
+            p_dvalue = _address(p_dvalues, j, VALUE_DTYPE) + o_dvalue
+            p_dkey = _address(p_dkeys, j, KEY_DTYPE) + o_dkey
+            tl.store(p_dvalue, (b_alpha * b_dx).to(VALUE_DTYPE), m_v)
+            tl.store(p_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
     b_dq = (b_dq / R).to(p_dquery.dtype.element_ty)
     o_dquery = i_batch * dq_b + i_head * R * dq_h + i_token * dq_t
     for r in tl.static_range(R):

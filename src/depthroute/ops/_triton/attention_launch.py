@@ -30,8 +30,8 @@ def _readable(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [layout.aligned(t) for t in tensors]
 
 
-MAX_ARGUMENTS = 24
-"""Tensors of a list that are passed as kernel arguments."""
+MAX_ARGUMENTS = 8
+"""Layers whose tensors are kernel arguments, each in its turn of an unrolled loop."""
 
 
 def _pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], int]:
@@ -39,8 +39,7 @@ def _pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], i
     length = len(lists[0])
     if length > MAX_ARGUMENTS:
         return list(layout.pack(lists, like)), 0
-    count = -(-length // 4) * 4  # few sizes to compile
-    return [(*tensors, *[tensors[-1]] * (count - length)) for tensors in lists], count
+    return [tuple(tensors) for tensors in lists], length
 
 
 def _shared(
