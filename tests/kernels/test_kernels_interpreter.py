@@ -88,6 +88,7 @@ BOUNDARY = [
     BoundaryCase(5, 4, 96, state=False),
     BoundaryCase(1, 4, 96, state=False, partial=False, norm=False),
     BoundaryCase(1, 4, 96, state=False, prior=True),
+    BoundaryCase(0, 4, 96, state=False, partial=False, prior=True),
     BoundaryCase(2, 4, 96, reads_last=False, norm=False, prior=True, dtype=fp32),
 ]
 
@@ -103,6 +104,23 @@ def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
 def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monkeypatch):
     monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
     case.check("cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("resident", [True, False])
+def test_sums_of_rows_in_any_layout_are_written_in_order(resident, monkeypatch):
+    """Rows of a batch of one that a sublayer transposed are dense, but not [N, D] in memory."""
+    if not resident:
+        monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
+    sources, output = [torch.randn(5, 96) for _ in range(2)], torch.randn(96, 5).t()
+    state, partial, query = torch.randn(96, 5).t(), torch.randn(96, 5).t(), torch.randn(96)
+    given = output, sources, query, None, state, partial
+    done = ops.depth_boundary(*given, reads_last=True, backend="triton")
+    torch.testing.assert_close(done.state, state + output)
+    torch.testing.assert_close(done.last, partial + output)
+    expected = ops.reference.depth_mix([*sources, partial + output], query, residual=state + output)
+    torch.testing.assert_close(done.x, expected)
+    assert done.state.is_contiguous() and done.last.is_contiguous()  # as the compiler is told
 
 
 GROUP = [

@@ -222,3 +222,40 @@ HEADS = torch.zeros(1, 2, 3, 4)
 def test_depth_attention_mistakes_name_the_value_and_the_remedy(arguments, message):
     with pytest.raises(DepthrouteError, match=message):
         ops.depth_attention_mix(*arguments)
+
+
+def test_sources_of_two_dtypes_are_refused_after_a_prior_too():
+    """The kernels read all of them as the first one's; only the prior may be wider."""
+    narrow, wide, query = torch.randn(2, 8).bfloat16(), torch.randn(2, 8), torch.zeros(8)
+    prior = {"prior": wide, "prior_lse": torch.zeros(2, 1)}
+    assert ops.depth_mix_merge(sources=[narrow], query=query, **prior).dtype == torch.bfloat16
+    with pytest.raises(DepthrouteError, match=r"sources\[1\] is torch.float32 .* cast them to one"):
+        ops.depth_mix_merge(sources=[narrow, wide], query=query, **prior)
+    with pytest.raises(DepthrouteError, match="cast them to one dtype"):
+        ops.depth_boundary(wide, [narrow], query, reads_last=True, **prior)
+
+
+def test_a_boundary_with_nothing_to_mix_is_refused():
+    with pytest.raises(DepthrouteError, match="nothing to mix: sources is empty"):
+        ops.depth_boundary(torch.randn(2, 8), [], torch.zeros(8))
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_autocast_rounds_nothing_inside(heads):
+    """Statistics are in fp32 by definition, as in the kernels, which autocast does not reach."""
+    sources, queries = [torch.randn(6, 32) for _ in range(3)], torch.randn(2, 32)
+    keys = [torch.randn(1, 2, 3, 16) for _ in range(3)]
+
+    def run() -> list[torch.Tensor]:
+        held = [t.clone().requires_grad_() for t in (*sources, queries, *keys)]
+        s, q, k = held[:3], held[3], held[4:]
+        x = ops.depth_mix(s, q[0], heads=heads) + ops.depth_boundary(None, s, q[0], heads=heads).x
+        x = x + ops.depth_mix_group(s, q, heads=heads)[0].sum(0)
+        attended = ops.depth_attention_mix(k[0], k, k)
+        return [x, attended, *torch.autograd.grad([x.sum(), attended.sum()], held)]
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)

@@ -102,3 +102,19 @@ def test_the_gradient_of_the_returned_weights_reaches_the_query():
         return ops.depth_mix(sources, query, return_weights=True)[1]
 
     assert gradcheck(weights, (query, *sources))
+
+
+def test_a_second_derivative_is_refused_on_every_path():
+    """Even where the first derivative also depends on the parameter in another way, along which
+    torch.autograd.grad would find a sum that is not complete."""
+    weight, other, query = normal(2, 6), normal(2, 6), normal(6)
+
+    def mixes():
+        yield ops.depth_mix([2 * weight, other], query)
+        yield ops.depth_boundary(2 * weight, [other], query, reads_last=True).x
+        yield ops.depth_mix_group([2 * weight, other], query[None])[0]
+
+    for x in mixes():
+        (grad,) = torch.autograd.grad(x.square().sum(), weight, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad((grad * weight).sum(), weight)

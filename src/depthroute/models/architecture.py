@@ -7,6 +7,7 @@ multiplier, add*, twice. An :class:`Architecture` names those parts; the forward
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -69,21 +70,37 @@ class Architecture:
 
 def norm_eps(norm: nn.Module) -> float:
     """Of an RMSNorm, which families keep under one of two names."""
-    return getattr(norm, "variance_epsilon", None) or norm.eps  # pyright: ignore
+    eps: Any = getattr(norm, "variance_epsilon", None)  # may be 0.0
+    return norm.eps if eps is None else eps  # pyright: ignore
+
+
+def is_as_its_class(module: nn.Module) -> bool:
+    """Whether calling ``module`` runs its class's forward and nothing else.
+
+    Hooks want the call, and whoever replaced ``forward`` on the instance (as accelerate does to
+    fetch offloaded weights) wants theirs.
+    """
+    watched = module._forward_hooks or module._forward_pre_hooks
+    watched = watched or module._backward_hooks or module._backward_pre_hooks
+    return not watched and "forward" not in module.__dict__
 
 
 @cache
 def rms_norm_offset(cls: type[nn.Module]) -> float | None:
     """b if ``cls`` computes (weight + b) x / rms(x) for b of 0 or 1, else None.
 
-    Found by trying: families write the same norm in many ways, and a name promises nothing.
+    Found by trying: families write the same norm in many ways, and a name promises nothing. A class
+    with more arguments than a width and an eps may compute something else with others than tried.
     """
+    if len(inspect.signature(cls).parameters) > 2:
+        return None
     generator = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad(), torch.device("cpu"):
             norm: Any = cls(16).float()
             norm.weight.copy_(torch.randn(16, generator=generator))
-            x = torch.randn(4, 16, generator=generator) * 1e-3  # small, so that eps is seen
+            # in fp32 also while a model is loaded in bf16, and small, so that eps is seen
+            x = 1e-3 * torch.randn(4, 16, generator=generator, dtype=torch.float32)
             found, eps = norm(x), norm_eps(norm)
             xhat = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
             for offset in (0.0, 1.0):

@@ -31,6 +31,7 @@ from depthroute.models.architecture import (
     Architecture,
     Sublayer,
     architecture_for,
+    is_as_its_class,
     norm_eps,
     rms_norm_offset,
 )
@@ -134,8 +135,8 @@ class RoutedLayer(nn.Module):
             return None
         module = getattr(self, sublayer.norm)
         offset = self.norm_offsets.get(type(module))
-        is_plain = not (module._forward_hooks or module._forward_pre_hooks)
-        if offset is None or not is_plain or hasattr(module.weight, "device_mesh"):
+        is_plain = offset is not None and is_as_its_class(module)
+        if not is_plain or hasattr(module.weight, "device_mesh"):
             return PreNorm(module)
         weight = module.weight if offset == 0 else module.weight.float() + offset
         return PreNorm(module, weight, norm_eps(module))

@@ -7,14 +7,32 @@ work on flattened tokens: sources ``[N, D]``, query ``[D]`` (gain already folded
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _unrounded(function: F) -> F:
+    """Without autocast, which would round what goes into dot products to 16 bits."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        device = (args[0] if isinstance(args[0], Tensor) else args[1]).device.type
+        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+            return function(*args)
+        with torch.autocast(device, enabled=False):
+            return function(*args)
+
+    return cast(F, run)
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,6 +79,7 @@ def _spread(w: Tensor, width: int) -> Tensor:
     return w if w.shape[-1] == 1 else w.repeat_interleave(width // w.shape[-1], dim=-1)
 
 
+@_unrounded
 def mix_forward(
     sources: Sequence[Tensor],
     query: Tensor,
@@ -110,6 +129,7 @@ def mix_forward(
     return _as(out, out_dtype), rstd, logits, lse
 
 
+@_unrounded
 def mix_backward(
     grad: Tensor,
     sources: Sequence[Tensor],
@@ -180,6 +200,7 @@ def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) 
         dquery.add_(grouped.reshape(-1))
 
 
+@_unrounded
 def group_forward(
     sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -196,6 +217,7 @@ def group_forward(
     return out, lse, rstd, logits
 
 
+@_unrounded
 def group_backward(
     grad: Tensor,
     grad_lse: Tensor,
@@ -232,6 +254,7 @@ def group_backward(
     return dsources, dqueries
 
 
+@_unrounded
 def attention_mix_forward(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float
 ) -> tuple[Tensor, Tensor]:
@@ -246,6 +269,7 @@ def attention_mix_forward(
     return out.to(values[-1].dtype), alpha
 
 
+@_unrounded
 def attention_mix_backward(
     grad: Tensor,
     query: Tensor,

@@ -207,12 +207,18 @@ def depth_boundary(
     block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
     group. ``sources`` excludes ``last``.
     """
-    given = [t for t in (*sources, output, partial, prior) if t is not None]
-    _check_sources(given, query, key_weight, residual, heads, head_norm, same_dtype=prior is None)
+    given = [t for t in (*sources, output, partial) if t is not None]
+    _check_sources(given, query, key_weight, residual, heads, head_norm, prior)
+    given += [] if prior is None else [prior]
     if output is None and (partial is not None or reads_last):
         raise DepthrouteError(
             "partial and reads_last describe where an output goes; pass the output as well, or "
             "list the block's sum among the sources"
+        )
+    if not sources and not reads_last and prior is None:
+        raise DepthrouteError(
+            "there is nothing to mix: sources is empty, and the output that is pushed is only read "
+            "with reads_last=True"
         )
     name = "depth_mix" if prior is None else "depth_mix_merge"
     width, widest = query.shape[0], _widest(given, residual)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from depthroute.errors import DepthrouteError, unknown
 from depthroute.ops import (
@@ -135,9 +134,7 @@ def depth_mix_merge(
     norm_eps: float = 1e-6,
 ) -> Any:
     """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
-    _check_sources(
-        [*sources, prior], query, key_weight, residual, heads, head_norm, same_dtype=False
-    )
+    _check_sources(sources, query, key_weight, residual, heads, head_norm, prior)
     widest = _widest([*sources, prior, prior_lse], residual)
     backend = choose("depth_mix_merge", query.device.type, backend, widest, query.shape[0]).backend
     example = residual if residual is not None else (sources[0] if sources else prior)
@@ -245,20 +242,22 @@ def _check_sources(
     residual: Tensor | None,
     heads: int,
     head_norm: str,
-    same_dtype: bool = True,
+    prior: Tensor | None = None,
 ) -> None:
-    if len(sources) == 0:
+    """``prior`` may have a dtype of its own."""
+    every = [*sources] if prior is None else [*sources, prior]
+    if len(every) == 0:
         raise DepthrouteError("sources is empty; depth_mix needs at least one tensor [..., D]")
     if head_norm not in ("full", "slice"):
         raise unknown("head_norm", head_norm, ("full", "slice"))
-    first = sources[0]
-    for n, source in enumerate(sources):
+    first = every[0]
+    for n, source in enumerate(every):
         if source.shape != first.shape:
             raise DepthrouteError(
                 f"sources[{n}] has shape {tuple(source.shape)} and sources[0] "
                 f"{tuple(first.shape)}; all sources must have one shape [..., D]"
             )
-        if same_dtype and source.dtype != first.dtype:
+        if n < len(sources) and source.dtype != first.dtype:
             raise DepthrouteError(
                 f"sources[{n}] is {source.dtype} and sources[0] {first.dtype}; "
                 "cast them to one dtype"
@@ -309,16 +308,17 @@ class _EagerMix(torch.autograd.Function):
         return x.view(example.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
-        ran("depth_mix_backward", "torch")
+        # when a graph of this is wanted, the op raises on every way back through it;
+        # once_differentiable does on none that torch.autograd.grad takes
+        differentiate = _depth_mix_backward if torch.is_grad_enabled() else _mix_gradients
         shape, scale = grad.shape, ctx.options[2]
         flat = [_flat(s) for s in sources]
         q = _fold(query, key_weight, (sources[0] if prior is None else prior).dtype)
         stats = rstd, logits, lse
-        dsources, dq, dprior, dprior_lse = _torch.mix_backward(
+        dsources, dq, dprior, dprior_lse = differentiate(
             _flat(grad), flat, q, _flat_or_none(prior), _flat_or_none(prior_lse), *stats,
             *ctx.options,
         )  # fmt: skip
@@ -368,8 +368,7 @@ def _(sources, query, residual, prior, prior_lse, eps, heads, slice_norm, center
     )
 
 
-@torch.library.custom_op("depthroute::depth_mix_backward", mutates_args=())
-def _depth_mix_backward(
+def _mix_gradients(
     grad: Tensor,
     sources: list[Tensor],
     query: Tensor,
@@ -386,6 +385,11 @@ def _depth_mix_backward(
     return _torch.mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale
     )
+
+
+_depth_mix_backward = torch.library.custom_op(
+    "depthroute::depth_mix_backward", _mix_gradients, mutates_args=()
+)
 
 
 @_depth_mix_backward.register_fake

@@ -86,15 +86,16 @@ def mix_forward(
     )
     if output is not None and (tokens == 0 or not is_resident):
         if partial is not None:
-            last = partial + output
+            last = (partial + output).contiguous()
         if residual is not None:
-            state = residual = residual + output
+            state = residual = (residual + output).contiguous()
         if reads_last:
             sources = [*sources, output if partial is None else last]
         output = partial = None
     elif output is not None:
-        state = state if residual is None else torch.empty_like(residual)
-        last = last if partial is None else torch.empty_like(partial)
+        # not empty_like, which keeps the strides of rows that are not in order
+        state = state if residual is None else residual.new_empty(residual.shape)
+        last = last if partial is None else partial.new_empty(partial.shape)
     results = x, y, rstd, logits, lse, norm_rstd, state, last, low
     if tokens == 0:
         return results
