@@ -4,8 +4,9 @@ Torch caches on disk, in 2.11 to 2.13 by default, Inductor's output per graph an
 makes of a traced model, forward and backward. One thing is not part of its keys: the backward
 formulas of registered ops and of autograd functions, which are traced into the cached backward.
 With another version of this package, an old backward would be run as if it were the new one. So
-the cache folder is named after a hash of this package's source; and then models whose boundaries
-are autograd functions, which torch leaves out of the cache for that very reason, may be cached too.
+the cache folder is named after a hash of this package's source and of the versions of all others;
+and then models whose boundaries are autograd functions, which torch leaves out of the cache for
+that very reason, may be cached too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import getpass
 import hashlib
 import os
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -21,8 +23,10 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def source_hash() -> str:
-    """Of every Python file of this package."""
+    """Of every Python file of this package, and of what else is installed."""
     digest = hashlib.sha256()
+    for name in sorted({f"{d.name}=={d.version}" for d in metadata.distributions()}):
+        digest.update(name.encode())
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
