@@ -50,7 +50,10 @@ def our_kernels() -> frozenset[str]:
 
 
 def category(name: str) -> str:
-    if name.startswith(("depthroute::", "_EagerMix")) or name in our_kernels():
+    if (
+        name.startswith(("depthroute::", "_EagerMix", "_EagerAttentionMix"))
+        or name in our_kernels()
+    ):
         return OURS
     lower = name.lower()
     for group, words in WORDS.items():

@@ -41,7 +41,10 @@ def depth_attention_mix(
             query, keys, values, scaling
         )
         return (mixed, (logits - lse).exp()) if return_weights else mixed
-    mixed, weights = torch.ops.depthroute.depth_attention_mix(query, keys, values, scaling)
+    if torch.compiler.is_compiling():
+        mixed, weights = torch.ops.depthroute.depth_attention_mix(query, keys, values, scaling)
+    else:
+        mixed, weights = _EagerAttentionMix.apply(scaling, query, *keys, *values)
     return (mixed, weights) if return_weights else mixed
 
 
@@ -76,6 +79,46 @@ def _check(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> N
         )
 
 
+class _EagerAttentionMix(torch.autograd.Function):
+    """``depthroute::depth_attention_mix`` without the dispatcher, as ``_EagerMix`` is."""
+
+    @staticmethod
+    def forward(ctx, scaling, query, *pairs):
+        ran("depth_attention_mix", "torch")
+        half = len(pairs) // 2
+        mixed, weights = _torch.attention_mix_forward(
+            query, list(pairs[:half]), list(pairs[half:]), scaling
+        )
+        ctx.mark_non_differentiable(weights)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, *pairs, weights)
+        ctx.scaling = scaling
+        return mixed, weights
+
+    @staticmethod
+    def backward(ctx, *grads):
+        query, *pairs, weights = ctx.saved_tensors
+        if grads[0] is None:
+            return None, None, *(None for _ in pairs)
+        keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        # the op raises if a graph of this is wanted
+        differentiate = _attention_mix_backward if torch.is_grad_enabled() else _gradients
+        dquery, dkeys, dvalues = differentiate(grads[0], query, keys, values, weights, ctx.scaling)
+        return None, dquery, *dkeys, *dvalues
+
+
+def _gradients(
+    grad: Tensor,
+    query: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    weights: Tensor,
+    scaling: float,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    ran("depth_attention_mix_backward", "torch")
+    return _torch.attention_mix_backward(grad, query, keys, values, weights, scaling)
+
+
 @torch.library.custom_op("depthroute::depth_attention_mix", mutates_args=())
 def _attention_mix(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
@@ -100,8 +143,7 @@ def _attention_mix_backward(
     weights: Tensor,
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    ran("depth_attention_mix_backward", "torch")
-    return _torch.attention_mix_backward(grad, query, keys, values, weights, scaling)
+    return _gradients(grad, query, keys, values, weights, scaling)
 
 
 @_attention_mix_backward.register_fake
