@@ -45,6 +45,33 @@ def load_tiles(
 
 
 @triton.jit
+def hold(
+    p,
+    H: tl.constexpr,
+    DH: tl.constexpr,
+    HB: tl.constexpr,
+    BC: tl.constexpr,
+    NT: tl.constexpr,
+):
+    """One row as NT blocks [1, HB, BC] of the dtype it is stored in."""
+    o_h = tl.arange(0, HB)[None, :, None]
+    tiles = ()
+    for j in tl.static_range(NT):
+        o_c = j * BC + tl.arange(0, BC)[None, None, :]
+        tiles = tiles + (tl.load(p + (o_h * DH + o_c), tile_mask(o_h, o_c, H, DH), 0.0),)
+    return tiles
+
+
+@triton.jit
+def widen(held, NT: tl.constexpr):
+    """A held row in fp32."""
+    wide = ()
+    for j in tl.static_range(NT):
+        wide = wide + (held[j].to(tl.float32),)
+    return wide
+
+
+@triton.jit
 def load_row(
     p,
     H: tl.constexpr,
@@ -54,13 +81,7 @@ def load_row(
     NT: tl.constexpr,
 ):
     """One row as NT fp32 blocks [1, HB, BC]."""
-    o_h = tl.arange(0, HB)[None, :, None]
-    tiles = ()
-    for j in tl.static_range(NT):
-        o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        b = tl.load(p + (o_h * DH + o_c), tile_mask(o_h, o_c, H, DH), 0.0)
-        tiles = tiles + (b.to(tl.float32),)
-    return tiles
+    return widen(hold(p, H, DH, HB, BC, NT), NT)
 
 
 @triton.jit
@@ -103,23 +124,28 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def square_and_dot(s, q, NT: tl.constexpr, GPU: tl.constexpr):
-    """sum s^2 and sum s q over columns, [BS, HB, 1] each.
+def sum_two(v0, v1, GPU: tl.constexpr):
+    """Sums over columns with one exchange between warps.
 
-    On a GPU both are exchanged between warps at once; the interpreter runs such reductions one
-    element at a time, so it takes them apart.
+    The interpreter runs such reductions one element at a time, so it takes them apart.
     """
+    if GPU:
+        v0, v1 = tl.reduce((v0, v1), 2, _add_pairs, keep_dims=True)
+    else:
+        v0, v1 = tl.sum(v0, 2, keep_dims=True), tl.sum(v1, 2, keep_dims=True)
+    return v0, v1
+
+
+@triton.jit
+def square_and_dot(s, q, NT: tl.constexpr, GPU: tl.constexpr):
+    """sum s^2 and sum s q over columns, [BS, HB, 1] each."""
     b = s[0].to(tl.float32)
     v, w = b * b, b * q[0]
     for j in tl.static_range(1, NT):
         b = s[j].to(tl.float32)
         v += b * b
         w += b * q[j]
-    if GPU:
-        v, w = tl.reduce((v, w), 2, _add_pairs, keep_dims=True)
-    else:
-        v, w = tl.sum(v, 2, keep_dims=True), tl.sum(w, 2, keep_dims=True)
-    return v, w
+    return sum_two(v, w, GPU)
 
 
 @triton.jit

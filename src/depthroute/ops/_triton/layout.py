@@ -67,8 +67,6 @@ class Launch:
     stages: int
     programs: int
     """Per multiprocessor, each taking every P-th token; 0 gives every token its own program."""
-    registers: int | None = None
-    """At most, a thread; None lets the compiler take what it likes."""
 
 
 _forced: Launch | None = None

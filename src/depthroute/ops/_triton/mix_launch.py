@@ -139,7 +139,6 @@ def mix_forward(
                 READS_LAST=reads_last,
                 STAGES=launch.stages,
                 num_warps=launch.warps,
-                maxnreg=launch.registers,
                 **shape,
             )
             return results
@@ -277,7 +276,6 @@ def mix_backward(
                 READS_LAST=reads_last,
                 STAGES=launch.stages,
                 num_warps=launch.warps,
-                maxnreg=launch.registers,
                 **shape,
             )
         else:

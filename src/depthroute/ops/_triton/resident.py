@@ -20,21 +20,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from depthroute.ops._triton.blocks import over_norm_group
-from depthroute.ops._triton.rows import (
-    again,
-    axpy,
+from depthroute.ops._triton.blocks import (
     hold,
-    narrow,
-    plus,
-    product,
-    put,
-    sum_four,
+    load_row,
+    over_norm_group,
+    store_row,
     sum_two,
-    times,
     widen,
-    zeros,
+    zero_row,
 )
+from depthroute.ops._triton.rows import again, axpy, narrow, plus, product, sum_four, times
 
 SIZES = ["N"]  # a size of 1 must not become a constant
 
@@ -88,9 +83,9 @@ def resident_forward_kernel(
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_one = tl.zeros([1, 1, 1], tl.int32)
-    b_q = widen(hold(p_query, H, DH, HB, BC, NT), NT)
+    b_q = load_row(p_query, H, DH, HB, BC, NT)
     if HAS_NORM:
-        b_w = widen(hold(p_norm_weight, H, DH, HB, BC, NT), NT)
+        b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
@@ -110,11 +105,11 @@ def resident_forward_kernel(
             if HAS_RESIDUAL:
                 b_sum = plus(widen(b_state, NT), b_wide, NT)
                 b_state = narrow(b_sum, DTYPE, NT)
-                put(p_state + o_row, b_state, H, DH, HB, BC, NT)
+                store_row(p_state + o_row, b_state, H, DH, HB, BC, NT)
             if HAS_PARTIAL:
                 b_sum = plus(widen(b_last, NT), b_wide, NT)
                 b_last = narrow(b_sum, DTYPE, NT)
-                put(p_last + o_row, b_last, H, DH, HB, BC, NT)
+                store_row(p_last + o_row, b_last, H, DH, HB, BC, NT)
             else:
                 b_last = b_output
             if READS_LAST:
@@ -150,8 +145,8 @@ def resident_forward_kernel(
             b_top = tl.maximum(b_top, b_logit)
             logits = logits + (b_logit,)
         b_total = tl.zeros([1, HB, 1], tl.float32)
-        b_mix = zeros(HB, BC, NT)
-        b_plain = zeros(HB, BC, NT)
+        b_mix = zero_row(HB, BC, NT)
+        b_plain = zero_row(HB, BC, NT)
         if HAS_PRIOR:
             b_weight = tl.exp(b_prior_lse - b_top)
             b_total += b_weight
@@ -173,7 +168,7 @@ def resident_forward_kernel(
         if HAS_RESIDUAL:
             b_x = axpy(scale, again(b_state, NT, GPU), b_x, NT)
         b_held = narrow(b_x, DTYPE, NT)
-        put(p_x + o_row, b_held, H, DH, HB, BC, NT)
+        store_row(p_x + o_row, b_held, H, DH, HB, BC, NT)
         if HAS_NORM:
             b_x = widen(b_held, NT)
             b_square = tl.sum(product(b_x, b_x, NT), 2, keep_dims=True)
@@ -181,7 +176,7 @@ def resident_forward_kernel(
             b_y = ()
             for j in tl.static_range(NT):
                 b_y = b_y + (b_x[j] * b_r * b_w[j],)
-            put(p_y + o_row, narrow(b_y, DTYPE, NT), H, DH, HB, BC, NT)
+            store_row(p_y + o_row, narrow(b_y, DTYPE, NT), H, DH, HB, BC, NT)
             tl.store(p_norm_rstd + i_row + o_one, b_r)
 
 
@@ -240,11 +235,11 @@ def resident_backward_kernel(
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_one = tl.zeros([1, 1, 1], tl.int32)
-    b_q = widen(hold(p_query, H, DH, HB, BC, NT), NT)
+    b_q = load_row(p_query, H, DH, HB, BC, NT)
     if HAS_NORM:
-        b_w = widen(hold(p_norm_weight, H, DH, HB, BC, NT), NT)
-    b_dq = zeros(HB, BC, NT)
-    b_dw = zeros(HB, BC, NT)
+        b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
+    b_dq = zero_row(HB, BC, NT)
+    b_dw = zero_row(HB, BC, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
@@ -286,7 +281,7 @@ def resident_backward_kernel(
                 b_dstate = narrow(plus(b_dx, widen(b_dstate, NT), NT), DTYPE, NT)
             else:
                 b_dstate = narrow(b_dx, DTYPE, NT)
-            put(p_dstate + o_row, b_dstate, H, DH, HB, BC, NT)
+            store_row(p_dstate + o_row, b_dstate, H, DH, HB, BC, NT)
         us = ()
         for n in tl.static_range(0, S - 3, 4):
             us = us + sum_four(
@@ -342,21 +337,21 @@ def resident_backward_kernel(
                 b_carried = hold(p_carried[n] + o_row, H, DH, HB, BC, NT)
                 out = plus(out, widen(b_carried, NT), NT)
             b_held = narrow(out, DTYPE, NT)
-            put(p_dsources[n] + o_row, b_held, H, DH, HB, BC, NT)
+            store_row(p_dsources[n] + o_row, b_held, H, DH, HB, BC, NT)
             if WRITES_OUTPUT and READS_LAST and n == S - 1:
                 out = plus(out, again(b_dstate, NT, GPU), NT)
-                put(p_doutput + o_row, narrow(out, DTYPE, NT), H, DH, HB, BC, NT)
+                store_row(p_doutput + o_row, narrow(out, DTYPE, NT), H, DH, HB, BC, NT)
         if WRITES_OUTPUT and not READS_LAST:
             b_last = widen(hold(p_grad_last + o_row, H, DH, HB, BC, NT), NT)
             out = plus(b_last, again(b_dstate, NT, GPU), NT)
-            put(p_doutput + o_row, narrow(out, DTYPE, NT), H, DH, HB, BC, NT)
+            store_row(p_doutput + o_row, narrow(out, DTYPE, NT), H, DH, HB, BC, NT)
         if HAS_PRIOR:
             b_weight = b_prior_alpha
             if CENTERED:
                 b_weight = b_prior_alpha - 1.0 / count
             b_held = narrow(times(b_dx, b_weight, NT), DTYPE, NT)
-            put(p_dprior + o_row, b_held, H, DH, HB, BC, NT)
+            store_row(p_dprior + o_row, b_held, H, DH, HB, BC, NT)
             tl.store(p_dprior_lse + i_row * H + o_h, b_prior_alpha * (b_prior_u - b_delta), m_h)
-    put(p_dquery + i_program.to(tl.int64) * D, b_dq, H, DH, HB, BC, NT)
+    store_row(p_dquery + i_program.to(tl.int64) * D, b_dq, H, DH, HB, BC, NT)
     if HAS_NORM:
-        put(p_dnorm + i_program.to(tl.int64) * D, b_dw, H, DH, HB, BC, NT)
+        store_row(p_dnorm + i_program.to(tl.int64) * D, b_dw, H, DH, HB, BC, NT)

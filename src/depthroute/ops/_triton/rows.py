@@ -1,7 +1,6 @@
-"""Rows held in registers in their own dtype, and the arithmetic on them in fp32.
+"""Arithmetic on rows of NT tiles [1, HB, BC], which the kernels that hold rows are written in.
 
-A row [H, D/H] is a tuple of NT tiles [1, HB, BC]. *Held* rows have the dtype they are stored in,
-*wide* rows are fp32.
+*Held* rows have the dtype they are stored in, *wide* rows are fp32.
 """
 
 from __future__ import annotations
@@ -11,56 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _offsets(j, H: tl.constexpr, DH: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr):
-    o_h = tl.arange(0, HB)[None, :, None]
-    o_c = j * BC + tl.arange(0, BC)[None, None, :]
-    return o_h * DH + o_c, (o_h < H) & (o_c < DH)
-
-
-@triton.jit
-def hold(
-    p,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-):
-    """The row at ``p``."""
-    tiles = ()
-    for j in tl.static_range(NT):
-        o, m = _offsets(j, H, DH, HB, BC)
-        tiles = tiles + (tl.load(p + o, m, 0.0),)
-    return tiles
-
-
-@triton.jit
-def put(
-    p,
-    row,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-):
-    """Store a row."""
-    for j in tl.static_range(NT):
-        o, m = _offsets(j, H, DH, HB, BC)
-        tl.store(p + o, row[j].to(p.dtype.element_ty), m)
-
-
-@triton.jit
-def widen(held, NT: tl.constexpr):
-    wide = ()
-    for j in tl.static_range(NT):
-        wide = wide + (held[j].to(tl.float32),)
-    return wide
-
-
-@triton.jit
 def again(held, NT: tl.constexpr, GPU: tl.constexpr):
-    """:func:`widen` a second time.
+    """A held row in fp32, for the second time.
 
     Hides the row from the optimiser, which would otherwise keep the first wide row, and with it
     twice the registers.
@@ -83,14 +34,6 @@ def narrow(wide, DTYPE: tl.constexpr, NT: tl.constexpr):
     for j in tl.static_range(NT):
         held = held + (wide[j].to(DTYPE),)
     return held
-
-
-@triton.jit
-def zeros(HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr):
-    tiles = ()
-    for _ in tl.static_range(NT):
-        tiles = tiles + (tl.zeros([1, HB, BC], tl.float32),)
-    return tiles
 
 
 @triton.jit
@@ -129,26 +72,8 @@ def product(a, b, NT: tl.constexpr):
 
 
 @triton.jit
-def _add_pairs(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
 def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
-
-
-@triton.jit
-def sum_two(v0, v1, GPU: tl.constexpr):
-    """Sums over columns with one exchange between warps.
-
-    The interpreter runs such reductions one element at a time, so it takes them apart.
-    """
-    if GPU:
-        v0, v1 = tl.reduce((v0, v1), 2, _add_pairs, keep_dims=True)
-    else:
-        v0, v1 = tl.sum(v0, 2, keep_dims=True), tl.sum(v1, 2, keep_dims=True)
-    return v0, v1
 
 
 @triton.jit
