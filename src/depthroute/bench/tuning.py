@@ -42,7 +42,7 @@ def forward_settings(width: int) -> Iterator[Setting]:
 def backward_settings(width: int) -> Iterator[Setting]:
     """Up to 8 columns a thread; kernels that hold all sources have no use for ``at_once``."""
     few = max(1, power_of_two(width) // 1024)
-    for warps in sorted({max(1, few // 2), few, 2 * few, 4 * few}):
+    for warps in (few, 2 * few, 4 * few):
         for at_once in (1, 2):
             if warps <= 16 and at_once * width <= warps * 2048:
                 for stages in (1, 2, 3):
