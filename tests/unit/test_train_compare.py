@@ -515,3 +515,8 @@ def test_equal_time_goes_on_with_the_steps_it_had_measured(tmp_path, monkeypatch
     times |= {"standard": 0.5}  # another machine now
     run_comparison(timed, RunDirectory.reopen(run.path), is_resumed=True)
     assert timeless(run.records()) == timeless(whole.records())
+
+
+def test_a_copy_without_its_history_is_told_its_commit(monkeypatch):
+    monkeypatch.setenv("DEPTHROUTE_COMMIT", "0123abc")
+    assert environment.describe()["commit"] == "0123abc"

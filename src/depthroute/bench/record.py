@@ -73,11 +73,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions and commit. ``DEPTHROUTE_COMMIT`` names the commit of a bare copy."""
-    found = environment.describe()
-    found["commit"] = found["commit"] or os.environ.get("DEPTHROUTE_COMMIT")
-    found["cuda"] = torch.version.cuda
-    return found
+    """Hardware, versions and commit."""
+    return environment.describe() | {"cuda": torch.version.cuda}
 
 
 def version_of(distribution: str) -> str | None:

@@ -83,7 +83,12 @@ def backends() -> list[dict[str, str]]:
 
 
 def commit() -> str | None:
-    """Of the checkout that depthroute itself runs from; None where it was installed."""
+    """Of the checkout that depthroute itself runs from; None where it was installed.
+
+    ``DEPTHROUTE_COMMIT`` names it where only the files were copied, or into another checkout.
+    """
+    if named := os.environ.get("DEPTHROUTE_COMMIT"):
+        return named
     here = Path(__file__).resolve()
     if _git(here, "ls-files", "--error-unmatch", here.name) is None:
         return None
