@@ -196,15 +196,14 @@ def test_a_captured_graph_replays_with_new_values(sources):
 def test_it_compiles_into_one_graph(sources):
     made, query = draw(sources, 64, 256)
     grad = torch.randn(64, 256, device="cuda").to(bf16)
-    compiled = torch.compile(lambda s, q: ops.depth_mix(s, q).sin(), fullgraph=True)
+    compiled = torch.compile(lambda s, q: 2 * ops.depth_mix(s, q), fullgraph=True)
     with ops.record_backends() as ran:
         x = compiled(made, query)
         found = [x, *torch.autograd.grad(x, [*made, query], grad)]
     assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
-    y = ops.depth_mix(made, query).sin()
+    y = 2 * ops.depth_mix(made, query)  # exact, so nothing depends on what is fused
     expected = [y, *torch.autograd.grad(y, [*made, query], grad)]
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_registered_ops_pass_opcheck():
