@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from depthroute.ops._register import kernel_op
 from depthroute.ops.backends import ran
 
 
-@torch.library.custom_op("depthroute::depth_attention_mix_triton", mutates_args=())
+@kernel_op("depth_attention_mix_triton")
 def _attention_mix(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +29,7 @@ def _(query, keys, values, scaling):
     )
 
 
-@torch.library.custom_op("depthroute::depth_attention_mix_triton_backward", mutates_args=())
+@kernel_op("depth_attention_mix_triton_backward")
 def _attention_mix_backward(
     grad: Tensor,
     query: Tensor,
@@ -72,6 +73,5 @@ def _backward(ctx, grad, *_):
     return dquery, dkeys, dvalues, None
 
 
-torch.library.register_autograd(
-    "depthroute::depth_attention_mix_triton", _backward, setup_context=_setup
-)
+_attention_mix.register_autograd(_backward, _setup)
+_attention_mix_backward.register_autograd()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from depthroute.ops._register import kernel_op
 from depthroute.ops.backends import ran
 
 
-@torch.library.custom_op("depthroute::depth_mix_group_triton", mutates_args=())
+@kernel_op("depth_mix_group_triton")
 def _depth_mix_group(
     sources: list[Tensor],
     queries: Tensor,
@@ -34,7 +35,7 @@ def _(sources, queries, eps, heads, slice_norm, dtype):
     )
 
 
-@torch.library.custom_op("depthroute::depth_mix_group_triton_backward", mutates_args=())
+@kernel_op("depth_mix_group_triton_backward")
 def _depth_mix_group_backward(
     grad: Tensor,
     grad_lse: Tensor,
@@ -93,6 +94,5 @@ def _backward(ctx, grad, grad_lse, *_):
     return *gradients(ctx, ctx.saved_tensors, grad, grad_lse, []), *(None,) * 4
 
 
-torch.library.register_autograd(
-    "depthroute::depth_mix_group_triton", _backward, setup_context=_setup
-)
+_depth_mix_group.register_autograd(_backward, _setup)
+_depth_mix_group_backward.register_autograd()

@@ -2,22 +2,37 @@
 
 ``depth_mix_triton`` is the boundary between two sublayers: it adds the last sublayer's ``output``
 to the residual state and to the current block's ``partial`` sum, mixes, and applies the next
-pre-norm. Every part is optional; with none it is the plain depth mix. Statistics are [N, S, H], a
-token's together, so one program writes them in a row; ``depth_mix`` of the torch backend keeps
-[S, N, H].
+pre-norm. Every part is optional; with none it is the plain depth mix.
+
+What backward needs of a token is one row of ``stats`` [N, K]: S x H logits, S 1/rms (or S x H with
+``slice_norm``), H log-sum-exps and, if there is a norm, its 1/rms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from depthroute.ops._register import kernel_op
 from depthroute.ops.backends import ran
 
 
-@torch.library.custom_op("depthroute::depth_mix_triton", mutates_args=())
+@cache
+def _launch() -> ModuleType:
+    from depthroute.ops._triton import mix_launch
+
+    return mix_launch
+
+
+def stats_width(count: int, heads: int, slice_norm: bool, has_norm: bool) -> int:
+    return count * (heads + (heads if slice_norm else 1)) + heads + has_norm
+
+
+@kernel_op("depth_mix_triton")
 def _depth_mix(
     sources: list[Tensor],
     query: Tensor,
@@ -36,16 +51,14 @@ def _depth_mix(
     norm_eps: float,
     dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, y, 1/rms, logits, lse, the norm's 1/rms, state, last and the low bits of x.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, y, stats, state, last and the low bits of x.
 
     ``last`` is partial + output, or output itself where a block starts; with ``reads_last`` it is
     the last source. What was not asked for is empty.
     """
-    from depthroute.ops._triton.mix_launch import mix_forward
-
     ran("depth_mix", "triton")
-    return mix_forward(
+    return _launch().mix_forward(
         sources,
         query,
         residual,
@@ -97,17 +110,14 @@ def _(
     return (
         x,
         x.new_empty(x.shape) if normed else x.new_empty(0),
-        query.new_empty(tokens, count, heads if slice_norm else 1),
-        query.new_empty(tokens, count, heads),
-        query.new_empty(tokens, heads),
-        query.new_empty(tokens if normed else 0),
+        query.new_empty(tokens, stats_width(count, heads, slice_norm, normed)),
         state,
         x.new_empty(0) if partial is None else partial.new_empty(partial.shape),
         x.new_empty(x.shape if keeps_low else 0, dtype=torch.int16),
     )
 
 
-@torch.library.custom_op("depthroute::depth_mix_triton_backward", mutates_args=())
+@kernel_op("depth_mix_triton_backward")
 def _depth_mix_backward(
     grad: Tensor | None,
     grad_y: Tensor | None,
@@ -121,10 +131,7 @@ def _depth_mix_backward(
     norm_weight: Tensor | None,
     x: Tensor | None,
     low: Tensor | None,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    norm_rstd: Tensor | None,
+    stats: Tensor,
     heads: int,
     slice_norm: bool,
     centered: bool,
@@ -132,16 +139,12 @@ def _depth_mix_backward(
     reads_last: bool,
     writes_output: bool,
     state_dtype: torch.dtype | None,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of sources, query, prior, prior_lse, norm weight, residual and output.
-
-    That of the residual is written if ``state_dtype`` is given, that of the output if
-    ``writes_output``.
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Gradients of the sources; of the query and, if given, the norm weight [1|2, D]; of prior and
+    prior_lse, if given, the residual, if ``state_dtype`` is, and the output, if ``writes_output``.
     """
-    from depthroute.ops._triton.mix_launch import mix_backward
-
     ran("depth_mix_backward", "triton")
-    return mix_backward(
+    return _launch().mix_backward(
         grad,
         grad_y,
         grad_state,
@@ -154,10 +157,7 @@ def _depth_mix_backward(
         norm_weight,
         x,
         low,
-        rstd,
-        logits,
-        lse,
-        norm_rstd,
+        stats,
         heads,
         slice_norm,
         centered,
@@ -182,10 +182,7 @@ def _(
     norm_weight,
     x,
     low,
-    rstd,
-    logits,
-    lse,
-    norm_rstd,
+    stats,
     heads,
     slice_norm,
     centered,
@@ -194,24 +191,18 @@ def _(
     writes_output,
     state_dtype,
 ):
-    def empty(dtype=query.dtype):
-        return query.new_empty(0, dtype=dtype)
-
-    shape = lse.shape[0], query.shape[0]
-    dstate, doutput = empty(state_dtype), empty(state_dtype)
+    others = [] if prior is None else [t.new_empty(t.shape) for t in (prior, prior_lse)]
     if state_dtype is not None:
-        dstate = query.new_empty(shape, dtype=state_dtype)
-        if writes_output:
-            doutput = query.new_empty(shape, dtype=state_dtype)
+        shape = stats.shape[0], query.shape[0]
+        others += [query.new_empty(shape, dtype=state_dtype) for _ in range(1 + writes_output)]
     return (
         [s.new_empty(s.shape) for s in sources],
-        query.new_empty(query.shape),
-        empty() if prior is None else prior.new_empty(prior.shape),
-        empty() if prior_lse is None else prior_lse.new_empty(prior_lse.shape),
-        empty() if norm_weight is None else norm_weight.new_empty(norm_weight.shape),
-        dstate,
-        doutput,
+        query.new_empty(1 if norm_weight is None else 2, query.shape[0]),
+        others,
     )
+
+
+_depth_mix_backward.register_autograd()
 
 
 RESIDENT_SOURCES = 17
@@ -220,11 +211,9 @@ RESIDENT_BYTES = 73 * 1024
 17 of 2048."""
 
 
-def resident(rows: Sequence[Tensor], width: int) -> bool:
-    """Whether a token's ``rows`` fit one program."""
-    if not 0 < len(rows) <= RESIDENT_SOURCES:
-        return False
-    return len(rows) * width * rows[0].element_size() <= RESIDENT_BYTES
+def fits(rows: int, width: int, itemsize: int) -> bool:
+    """Whether so many rows of a token fit one program."""
+    return 0 < rows <= RESIDENT_SOURCES and rows * width * itemsize <= RESIDENT_BYTES
 
 
 def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, centered: bool) -> bool:
@@ -236,7 +225,7 @@ def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, centered:
     """
     if not rows or residual or centered or rows[0].element_size() == 4:
         return False
-    return not resident(rows, width)
+    return not fits(len(rows), width, rows[0].element_size())
 
 
 def save(ctx, inputs, output) -> None:
@@ -245,7 +234,7 @@ def save(ctx, inputs, output) -> None:
     ]
     ctx.heads, ctx.slice_norm, ctx.centered, ctx.scale = inputs[10:14]
     keeps_low = inputs[16]
-    x, _, rstd, logits, lse, norm_rstd, _, last, low = output
+    x, _, stats, _, last, low = output
     read = list(sources)
     if reads_last:
         read.append(pushed if partial is None else last)
@@ -258,10 +247,7 @@ def save(ctx, inputs, output) -> None:
         norm_weight,
         x if keeps_low or has_norm else None,
         low if keeps_low else None,
-        rstd,
-        logits,
-        lse,
-        norm_rstd if has_norm else None,
+        stats,
     )
     ctx.state_dtype = None if residual is None else residual.dtype
     ctx.pushes, ctx.has_partial, ctx.reads_last = (
@@ -285,75 +271,75 @@ def gradients(
     ``saved`` is ``ctx.saved_tensors``, which checkpointing lets a backward read only once.
     ``carried`` holds one tensor per source read, the last among them, or nothing.
     """
-    *sources, query, prior, prior_lse, norm_weight, x, low, rstd, logits, lse, norm_rstd = saved
+    *sources, query, prior, prior_lse, norm_weight, x, low, stats = saved
     if norm_weight is None:
         grad_y = None
     elif grad_y is None:
-        norm_weight = norm_rstd = None
+        norm_weight = None
     has_state = ctx.state_dtype is not None
     # without a norm or a push the residual's gradient is the incoming one, and costs nothing
     written = ctx.state_dtype if grad_y is not None or ctx.pushes else None
     writes_output = ctx.pushes and has_state and (ctx.reads_last or grad_last is not None)
-    dsources, dquery, dprior, dprior_lse, dnorm, dstate, doutput = (
-        torch.ops.depthroute.depth_mix_triton_backward(
-            grad,
-            grad_y,
-            grad_state if has_state else None,
-            None if ctx.reads_last else grad_last,
-            carried,
-            sources,
-            query,
-            prior,
-            prior_lse,
-            norm_weight,
-            x,
-            low,
-            rstd,
-            logits,
-            lse,
-            norm_rstd,
-            ctx.heads,
-            ctx.slice_norm,
-            ctx.centered,
-            ctx.scale,
-            ctx.reads_last,
-            writes_output,
-            written,
-        )
+    dsources, dweights, others = torch.ops.depthroute.depth_mix_triton_backward.default(
+        grad,
+        grad_y,
+        grad_state if has_state else None,
+        None if ctx.reads_last else grad_last,
+        carried,
+        sources,
+        query,
+        prior,
+        prior_lse,
+        norm_weight,
+        x,
+        low,
+        stats,
+        ctx.heads,
+        ctx.slice_norm,
+        ctx.centered,
+        ctx.scale,
+        ctx.reads_last,
+        writes_output,
+        written,
     )
-    if not has_state:
-        dstate = None
-    elif written is None:
+    others = iter(others)
+    dprior = dprior_lse = dstate = doutput = dnorm = None
+    if prior is not None:
+        dprior, dprior_lse = next(others), next(others)
+    if written is not None:
+        dstate = next(others)
+        doutput = next(others) if writes_output else None
+    elif has_state:
         assert grad is not None
         dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
-    if prior is None:
-        dprior = dprior_lse = None
+    dquery = dweights[0]
+    if norm_weight is not None:
+        dnorm = dweights[1].to(norm_weight.dtype)
     dlast = grad_last
     if ctx.reads_last:
         *dsources, dlast = dsources
-    doutput = (
-        None if not ctx.pushes else doutput if writes_output else dstate if has_state else dlast
-    )
+    if ctx.pushes and not writes_output:
+        doutput = dstate if has_state else dlast
     return (
         dsources,
         dquery,
         dstate,
         dprior,
         dprior_lse,
-        dnorm if grad_y is not None else None,
+        dnorm,
         doutput,
         dlast if ctx.has_partial else None,
     )
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(*output[2:6], output[8])
+    ctx.mark_non_differentiable(output[2], output[5])
     ctx.set_materialize_grads(False)
     ctx.num_sources, ctx.num_inputs = len(inputs[0]), len(inputs)
     save(ctx, inputs, output)
 
 
-def _backward(ctx, grad, grad_y, _rstd, _logits, _lse, _norm, grad_state, grad_last, _low):
+def _backward(ctx, grad, grad_y, _stats, grad_state, grad_last, _low):
     if grad is None and grad_y is None:
         return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
     saved = ctx.saved_tensors
@@ -364,4 +350,4 @@ def _backward(ctx, grad, grad_y, _rstd, _logits, _lse, _norm, grad_state, grad_l
     return *found, *(None,) * (ctx.num_inputs - len(found))
 
 
-torch.library.register_autograd("depthroute::depth_mix_triton", _backward, setup_context=_setup)
+_depth_mix.register_autograd(_backward, _setup)

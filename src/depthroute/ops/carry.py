@@ -173,7 +173,7 @@ def fuses_boundary(example: Tensor, num_sources: int) -> bool:
     width = example.shape[-1]
     if choose("depth_mix", example.device.type, "auto", example.dtype, width).backend != "triton":
         return False
-    return _triton_mix.resident([example] * num_sources, width)
+    return _triton_mix.fits(num_sources, width, example.element_size())
 
 
 def depth_boundary(

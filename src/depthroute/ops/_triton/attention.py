@@ -56,9 +56,9 @@ def _mixed(b_q, b_k, b_v, b_acc, b_top, b_total, p_logit, m_row):
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_forward_kernel(
-    p_query,
     p_keys,
     p_values,
+    p_query,
     p_mixed,
     p_logits,
     p_lse,
@@ -123,15 +123,15 @@ def attention_forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def attention_backward_kernel(
-    p_query,
     p_keys,
     p_values,
+    p_dkeys,
+    p_dvalues,
+    p_query,
     p_grad,
     p_logits,
     p_lse,
     p_dquery,
-    p_dkeys,
-    p_dvalues,
     rows,
     T,
     J,

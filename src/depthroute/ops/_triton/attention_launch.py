@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,22 +12,23 @@ from torch import Tensor
 
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
+from depthroute.ops._triton.launcher import Prepared, kinds
 
 
-def _strides(tensor: Tensor) -> tuple[int, int, int]:
-    b, h, t, _ = tensor.stride()
-    return b, h, t
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(s for tensor in tensors for s in tensor.stride()[:3])
 
 
-def _readable(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _readable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The list with one set of strides and aligned rows; copied only where it has to be."""
-    first = tensors[0]
-    element = 16 // first.element_size()
-    in_place = first.stride(-1) == 1 and all(
-        t.stride() == first.stride() and t.data_ptr() % 16 == 0 for t in tensors
-    )
-    if in_place and all(s % element == 0 for s in first.stride()[:3]):
-        return list(tensors)
+    strides = tensors[0].stride()
+    element = 16 // tensors[0].element_size()
+    if strides[-1] == 1 and not any(s % element for s in strides[:3]):
+        for tensor in tensors:
+            if tensor.data_ptr() % 16 or tensor.stride() != strides:
+                break
+        else:
+            return tensors
     return [layout.aligned(t) for t in tensors]
 
 
@@ -34,32 +36,78 @@ MAX_ARGUMENTS = 8
 """Layers whose tensors are kernel arguments, each in its turn of an unrolled loop."""
 
 
-def _pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> tuple[list[Any], int]:
-    """What the kernels take as each list of tensors, and the number of arguments (0: a table)."""
-    length = len(lists[0])
-    if length > MAX_ARGUMENTS:
-        return list(layout.pack(lists, like)), 0
-    return [tuple(tensors) for tensors in lists], length
+class Plan(NamedTuple):
+    rows: int
+    """Of one program."""
+    run: Prepared
 
 
-def _shared(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], count: int
-) -> dict[str, Any]:
-    heads, width = keys[0].shape[1], max(keys[0].shape[-1], values[0].shape[-1])
-    block = triton.next_power_of_2(width)
-    return {
-        "HEADS": heads,
-        "R": query.shape[1] // heads,
-        "DK": keys[0].shape[-1],
-        "DV": values[0].shape[-1],
-        "KEY_DTYPE": layout.DTYPES[keys[0].dtype],
-        "VALUE_DTYPE": layout.DTYPES[values[0].dtype],
-        "COUNT": count,
-        "BR": max(1, 2048 // block),
-        "BD": triton.next_power_of_2(keys[0].shape[-1]),
-        "BV": triton.next_power_of_2(values[0].shape[-1]),
-        "num_warps": 4,
-    }
+@cache
+def plan(
+    is_backward: bool,
+    count: int,
+    heads: int,
+    query_heads: int,
+    key_width: int,
+    value_width: int,
+    query: torch.dtype,
+    key: torch.dtype,
+    value: torch.dtype,
+    others: tuple[torch.dtype, ...],
+    strides: tuple[int, ...],
+) -> Plan:
+    """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of the gradient and
+    of what forward kept, ``strides`` their :func:`kinds`."""
+    rows = max(1, 2048 // triton.next_power_of_2(max(key_width, value_width)))
+    run = Prepared(
+        attention_backward_kernel if is_backward else attention_forward_kernel,
+        4,
+        HEADS=heads,
+        R=query_heads // heads,
+        DK=key_width,
+        DV=value_width,
+        KEY_DTYPE=layout.DTYPES[key],
+        VALUE_DTYPE=layout.DTYPES[value],
+        COUNT=count,
+        BR=rows,
+        BD=triton.next_power_of_2(key_width),
+        BV=triton.next_power_of_2(value_width),
+    )
+    return Plan(rows, run)
+
+
+def _launch(
+    lists: Sequence[Sequence[Tensor]],
+    query: Tensor,
+    tensors: Sequence[Tensor],
+    sizes: tuple[int, int, int],
+    scaling: float,
+    strides: tuple[int, ...],
+) -> None:
+    """``lists``: keys, values and, in backward, their gradients."""
+    key, value, num_layers = lists[0][0], lists[1][0], len(lists[0])
+    (_, heads, _, key_width), value_width = key.shape, value.shape[-1]
+    is_few = num_layers <= MAX_ARGUMENTS
+    found = plan(
+        len(lists) > 2,
+        num_layers if is_few else 0,
+        heads,
+        query.shape[1],
+        key_width,
+        value_width,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        tuple([t.dtype for t in tensors]),
+        kinds(strides),
+    )
+    first: Any = () if is_few else layout.pack(lists, query)
+    found.run(
+        -(-sizes[0] // found.rows),
+        lists if is_few else (),
+        (*first, query, *tensors),
+        (*sizes, scaling, *strides),
+    )
 
 
 def attention_forward(
@@ -74,26 +122,14 @@ def attention_forward(
     if rows == 0:
         return mixed, logits, lse
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
-    with layout.on_device(query):
-        (p_keys, p_values), count = _pack([keys, values], query)
-        options = _shared(query, keys, values, count)
-        attention_forward_kernel[(triton.cdiv(rows, options["BR"]),)](
-            query,
-            p_keys,
-            p_values,
-            mixed,
-            logits,
-            lse,
-            rows,
-            length,
-            len(keys),
-            scaling,
-            *_strides(query),
-            *_strides(keys[0]),
-            *_strides(values[0]),
-            *_strides(mixed),
-            **options,
-        )
+    _launch(
+        (keys, values),
+        query,
+        (mixed, logits, lse),
+        (rows, length, len(keys)),
+        scaling,
+        _strides(query, keys[0], values[0], mixed),
+    )
     return mixed, logits, lse
 
 
@@ -115,31 +151,12 @@ def attention_backward(
         return dquery, dkeys, dvalues
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
     (grad,) = _readable([grad])
-    with layout.on_device(query):
-        lists = [keys, values, dkeys, dvalues]
-        (p_keys, p_values, p_dkeys, p_dvalues), count = _pack(lists, query)
-        options = _shared(query, keys, values, count)
-        attention_backward_kernel[(triton.cdiv(lse.numel(), options["BR"]),)](
-            query,
-            p_keys,
-            p_values,
-            grad,
-            logits,
-            lse,
-            dquery,
-            p_dkeys,
-            p_dvalues,
-            lse.numel(),
-            keys[0].shape[2],
-            len(keys),
-            scaling,
-            *_strides(query),
-            *_strides(keys[0]),
-            *_strides(values[0]),
-            *_strides(grad),
-            *_strides(dquery),
-            *_strides(dkeys[0]),
-            *_strides(dvalues[0]),
-            **options,
-        )
+    _launch(
+        (keys, values, dkeys, dvalues),
+        query,
+        (grad, logits, lse, dquery),
+        (lse.numel(), keys[0].shape[2], len(keys)),
+        scaling,
+        _strides(query, keys[0], values[0], grad, dquery, dkeys[0], dvalues[0]),
+    )
     return dquery, dkeys, dvalues

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops._triton import interpreter
+from depthroute.ops._triton.launcher import Prepared, dtype_of
 
 INTERPRETED = interpreter.enable()
 
@@ -83,6 +84,10 @@ def forced(launch: Launch | None) -> Iterator[None]:
         _forced = before
 
 
+def forced_launch() -> Launch | None:
+    return _forced
+
+
 def _warps(elements: int, per_thread: int) -> int:
     wanted = max(1, elements // (32 * per_thread))
     return min(16, 1 << (wanted.bit_length() - 1))
@@ -101,8 +106,6 @@ def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
 
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """Timed on an H200 (`depthroute bench tune`): three stages beat one."""
-    if _forced is not None:
-        return _forced
     at_once = 1 if block.count == 1 or num_sources == 1 else 2
     stages = _stages(3, at_once * block.elements * itemsize)
     return Launch(at_once, _warps(block.elements, 32), stages, 0)
@@ -112,8 +115,6 @@ def backward_launch(
     block: Tiles, num_sources: int, itemsize: int, from_mix: bool, carried: bool
 ) -> Launch:
     """One sweep is pipelined; with two, what counts is that the second finds its rows in L2."""
-    if _forced is not None:
-        return _forced
     warps = _warps(block.elements, 32)
     fits = block.count == 1 and block.columns >= 256 * warps and num_sources > 1
     at_once = 2 if fits else 1
@@ -128,8 +129,6 @@ def resident_forward_launch(
 
     Timed on an H200: enough programs that about 64 KB are on their way to each SM.
     """
-    if _forced is not None:
-        return _forced
     warps = min(8, _warps(block.elements, 8 if is_boundary else 16))
     programs = max(1, (16 if is_boundary and not has_state else 8) // warps)
     stages = _stages(3, rows * block.elements * itemsize, programs)
@@ -137,8 +136,6 @@ def resident_forward_launch(
 
 
 def resident_backward_launch(block: Tiles, num_sources: int, rows: int, itemsize: int) -> Launch:
-    if _forced is not None:
-        return _forced
     warps = min(8, _warps(block.elements, 8))
     programs = max(1, 8 // warps)
     wanted = 3 if num_sources <= 9 else 2
@@ -175,8 +172,13 @@ def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
     return min(tokens, launch.programs * _num_multiprocessors(device))
 
 
+_SAME_DEVICE = contextlib.nullcontext()
+
+
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _SAME_DEVICE
+    return torch.cuda.device(tensor.device)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -186,9 +188,14 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 @triton.jit
-def _table_kernel(p_table, pointers, COUNT: tl.constexpr):
+def _table_kernel(pointers, p_table, COUNT: tl.constexpr):
     for i in tl.static_range(COUNT):
         tl.store(p_table + i, pointers[i].to(tl.int64))
+
+
+@cache
+def _fill_table(dtypes: tuple[torch.dtype, ...]) -> Prepared:
+    return Prepared(_table_kernel, 1, COUNT=len(dtypes))
 
 
 def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
@@ -198,12 +205,14 @@ def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
     such a copy would synchronise, and replaying a captured graph would read a host buffer that is
     gone. Choosing among arguments inside the kernels, without a table, was slower from 9 on.
     """
-    num_sources = len(lists[0])
-    flat = [tensor for tensors in lists for tensor in tensors]
+    length = len(lists[0])
+    stride = length + length % 2  # every table starts at a multiple of 16 bytes
+    flat = [t for tensors in lists for t in (*tensors, *tensors[:1])[:stride]]
     table = torch.empty(len(flat) + 128, dtype=torch.int64, device=like.device)
     for start in range(0, len(flat), 128):
         chunk = flat[start : start + 128]
         count = max(16, triton.next_power_of_2(len(chunk)))
         chunk += [chunk[-1]] * (count - len(chunk))
-        _table_kernel[(1,)](table[start:], tuple(chunk), count, num_warps=1)
-    return [table[i * num_sources :] for i in range(len(lists))]
+        fill = _fill_table(tuple(map(dtype_of, chunk)))
+        fill(1, (chunk,), (table[start:] if start else table,), ())
+    return [table[i * stride :] if i else table for i in range(len(lists))]

@@ -33,7 +33,7 @@ from depthroute.ops._triton.blocks import (
     zero_row,
 )
 
-SIZES = ["N", "S"]  # a size of 1 must not become a constant, nor each size a kernel
+SIZES = ["N", "S", "K"]  # a size of 1 must not become a constant, nor each size a kernel
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -47,12 +47,10 @@ def mix_forward_kernel(
     p_x,
     p_low,
     p_y,
-    p_rstd,
-    p_logits,
-    p_lse,
-    p_norm_rstd,
+    p_stats,
     N,
     S,
+    K,
     eps,
     scale,
     norm_eps,
@@ -81,6 +79,7 @@ def mix_forward_kernel(
     b_q = load_row(p_query, H, DH, HB, BC, NT)
     for k in range((N - i_program + num_programs - 1) // num_programs):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
+        p_stat = p_stats + i_row * K
         b_acc = zero_row(HB, BC, NT)
         b_plain = zero_row(HB, BC, NT)
         b_top = tl.full([1, HB, 1], float("-inf"), tl.float32)
@@ -100,12 +99,12 @@ def mix_forward_kernel(
             b_square, b_dot = square_and_dot(b_s, b_q, NT, GPU)
             b_rstd = tl.rsqrt(over_norm_group(b_square, SLICE_NORM) / (D // NORMS) + eps)
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
-            o_stat = i_row * S + o_n[:, None, None]
-            tl.store(p_logits + o_stat * H + o_h, b_logit, m_n & m_h)
+            o_stat = o_n[:, None, None]
+            tl.store(p_stat + o_stat * H + o_h, b_logit, m_n & m_h)
             if SLICE_NORM:
-                tl.store(p_rstd + o_stat * H + o_h, b_rstd, m_n & m_h)
+                tl.store(p_stat + (S + o_stat) * H + o_h, b_rstd, m_n & m_h)
             else:
-                tl.store(p_rstd + o_stat, b_rstd, m_n)
+                tl.store(p_stat + S * H + o_stat, b_rstd, m_n)
             b_logit = tl.where(m_n, b_logit, float("-inf"))
             b_new = tl.maximum(b_top, tl.max(b_logit, 0, keep_dims=True))
             b_keep = tl.exp(b_top - b_new)
@@ -122,7 +121,7 @@ def mix_forward_kernel(
                 for j in tl.static_range(NT):
                     plain = plain + (b_plain[j] + over_sources(b_s[j].to(tl.float32), BS),)
                 b_plain = plain
-        tl.store(p_lse + i_row * H + o_h, b_top + tl.log(b_total), m_h)
+        tl.store(p_stat + S * (H + NORMS) + o_h, b_top + tl.log(b_total), m_h)
         # scale / total first: weights are exactly 1 at zero queries when scale is S
         b_scale = tl.where(m_h, scale / b_total, 0.0)
         b_x = ()
@@ -156,7 +155,7 @@ def mix_forward_kernel(
             for j in tl.static_range(NT):
                 b_y = b_y + (rounded[j] * b_norm * b_weight[j],)
             store_row(p_y + i_row * D, b_y, H, DH, HB, BC, NT)
-            tl.store(p_norm_rstd + i_row + tl.zeros([1, 1, 1], tl.int32), b_norm)
+            tl.store(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32), b_norm)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -173,17 +172,14 @@ def mix_backward_kernel(
     p_prior,
     p_prior_lse,
     p_norm_weight,
-    p_rstd,
-    p_logits,
-    p_lse,
-    p_norm_rstd,
+    p_stats,
     p_dstate,
     p_dprior,
     p_dprior_lse,
-    p_dquery,
-    p_dnorm,
+    p_dweights,
     N,
     S,
+    K,
     scale,
     H: tl.constexpr,
     DH: tl.constexpr,
@@ -215,6 +211,7 @@ def mix_backward_kernel(
     b_dw = zero_row(HB, BC, NT)
     for k in range((N - i_program + num_programs - 1) // num_programs):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
+        p_stat = p_stats + i_row * K
         b_delta = tl.zeros([1, HB, 1], tl.float32)
         if HAS_GRAD:
             b_dx = load_row(p_grad + i_row * D, H, DH, HB, BC, NT)
@@ -225,7 +222,7 @@ def mix_backward_kernel(
             b_x = load_row(p_x + i_row * D, H, DH, HB, BC, NT)
             b_gy = load_row(p_grad_y + i_row * D, H, DH, HB, BC, NT)
             b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
-            b_r = tl.load(p_norm_rstd + i_row + tl.zeros([1, 1, 1], tl.int32))
+            b_r = tl.load(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32))
             b_v = b_gy[0] * b_w[0] * b_x[0]
             for j in tl.static_range(1, NT):
                 b_v += b_gy[j] * b_w[j] * b_x[j]
@@ -260,7 +257,7 @@ def mix_backward_kernel(
                     dstate = dstate + (b_dx[j] + b_g[j],)
                 b_dstate = dstate
             store_row(p_dstate + i_row * D, b_dstate, H, DH, HB, BC, NT)
-        b_lse = tl.load(p_lse + i_row * H + o_h, m_h, 0.0)
+        b_lse = tl.load(p_stat + S * (H + NORMS) + o_h, m_h, 0.0)
         count = S
         if HAS_PRIOR:
             count = S + 1
@@ -275,8 +272,8 @@ def mix_backward_kernel(
                 m_n = (o_n < S)[:, None, None]
                 p = pointers(p_sources, tl.minimum(o_n, S - 1), DTYPE)[:, None, None]
                 b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_last")
-                o_stat = (i_row * S + o_n[:, None, None]) * H + o_h
-                b_logit = tl.load(p_logits + o_stat, m_n & m_h, float("-inf"))
+                o_stat = o_n[:, None, None] * H + o_h
+                b_logit = tl.load(p_stat + o_stat, m_n & m_h, float("-inf"))
                 b_u = dot_tiles(b_s, b_dx, NT)
                 b_delta += over_sources(tl.exp(b_logit - b_lse) * b_u, BS)
         num_blocks = (S + BS - 1) // BS
@@ -286,12 +283,12 @@ def mix_backward_kernel(
             i_n = tl.minimum(o_n, S - 1)
             p = pointers(p_sources, i_n, DTYPE)[:, None, None]
             b_s = load_tiles(p + i_row * D, m_n, H, DH, HB, BC, NT, "evict_first")
-            o_stat = i_row * S + o_n[:, None, None]
-            b_logit = tl.load(p_logits + o_stat * H + o_h, m_n & m_h, 0.0)
+            o_stat = o_n[:, None, None]
+            b_logit = tl.load(p_stat + o_stat * H + o_h, m_n & m_h, 0.0)
             if SLICE_NORM:
-                b_rstd = tl.load(p_rstd + o_stat * H + o_h, m_n & m_h, 0.0)
+                b_rstd = tl.load(p_stat + (S + o_stat) * H + o_h, m_n & m_h, 0.0)
             else:
-                b_rstd = tl.load(p_rstd + o_stat, m_n, 0.0)
+                b_rstd = tl.load(p_stat + S * H + o_stat, m_n, 0.0)
             b_u = dot_tiles(b_s, b_dx, NT)
             b_alpha = tl.where(m_n & m_h, tl.exp(b_logit - b_lse), 0.0)
             # a single source has weight 1 and no gradient: exactly none, whatever the rounding
@@ -327,6 +324,7 @@ def mix_backward_kernel(
             store_row(p_dprior + i_row * D, dprior, H, DH, HB, BC, NT)
             b_dlse = b_prior_alpha * (b_prior_u - b_delta)
             tl.store(p_dprior_lse + i_row * H + o_h, b_dlse, m_h)
-    store_row(p_dquery + i_program.to(tl.int64) * D, b_dq, H, DH, HB, BC, NT)
+    p_dweight = p_dweights + i_program.to(tl.int64) * (2 * D if HAS_NORM else D)
+    store_row(p_dweight, b_dq, H, DH, HB, BC, NT)
     if HAS_NORM:
-        store_row(p_dnorm + i_program.to(tl.int64) * D, b_dw, H, DH, HB, BC, NT)
+        store_row(p_dweight + D, b_dw, H, DH, HB, BC, NT)

@@ -2,20 +2,34 @@
 
 Few sources go to the kernels that hold them in registers (``resident``), many to those that stream
 them (``mix``). The streaming kernels know nothing of a sublayer's push: there it is done apart.
+
+A model calls these once a sublayer and direction, so every microsecond here is paid some hundred
+times a step. What depends on types, flags and widths alone is worked out once, in a plan. A plan is
+a function of its arguments and nothing else, so that its cache cannot confuse two kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthroute.ops import _triton_mix
 from depthroute.ops._triton import layout
+from depthroute.ops._triton.launcher import Prepared, are_aligned, dtype_of
 from depthroute.ops._triton.mix import mix_backward_kernel, mix_forward_kernel
 from depthroute.ops._triton.resident import resident_backward_kernel, resident_forward_kernel
+
+Dtype = torch.dtype | None
+
+
+class Plan(NamedTuple):
+    is_resident: bool
+    launch: layout.Launch
+    run: Prepared
 
 
 def _optional(tensor: Tensor | None) -> Tensor | None:
@@ -28,11 +42,6 @@ FEW_ELEMENTS = 6144
 Elsewhere streaming was faster by 2 to 7% forward, and by far slower backward."""
 
 
-def _is_one_dtype(tensors: Sequence[Tensor], other: torch.dtype | None) -> bool:
-    """Rows held together have one dtype."""
-    return len({t.dtype for t in tensors} | ({other} - {None})) == 1
-
-
 def _shape(width: int, heads: int, held: bool) -> tuple[layout.Tiles, dict[str, Any]]:
     block = (layout.resident_tiles if held else layout.tiles)(width, heads)
     return block, {
@@ -43,6 +52,74 @@ def _shape(width: int, heads: int, held: bool) -> tuple[layout.Tiles, dict[str, 
         "NT": block.count,
         "GPU": not layout.INTERPRETED,
     }
+
+
+@cache
+def forward_plan(
+    fits: bool,
+    forced: layout.Launch | None,
+    width: int,
+    heads: int,
+    slice_norm: bool,
+    centered: bool,
+    reads_last: bool,
+    keeps_low: bool,
+    out: torch.dtype,
+    sources: tuple[torch.dtype, ...],
+    query: torch.dtype,
+    residual: Dtype,
+    prior: Dtype,
+    prior_lse: Dtype,
+    norm_weight: Dtype,
+    output: Dtype,
+    partial: Dtype,
+) -> Plan:
+    """All tensors by their dtypes. ``fits``: the rows of a token do one program's registers."""
+    count = len(sources) + reads_last
+    held = [*sources, output] if reads_last else [*sources]
+    held += [dtype for dtype in (residual, prior, partial) if dtype is not None]
+    is_boundary = output is not None or norm_weight is not None
+    is_few = is_boundary or count * width <= FEW_ELEMENTS
+    is_resident = fits and is_few and {*held, out} == {out}
+    block, shape = _shape(width, heads, is_resident)
+    itemsize = held[0].itemsize  # pyright: ignore[reportOptionalMemberAccess]
+    flags = {
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_PRIOR": prior is not None,
+        "HAS_NORM": norm_weight is not None,
+        "CENTERED": centered,
+        "SLICE_NORM": slice_norm,
+    }
+    if is_resident:
+        launch = forced or layout.resident_forward_launch(
+            block, len(held), itemsize, is_boundary, residual is not None
+        )
+        run = Prepared(
+            resident_forward_kernel,
+            launch.warps,
+            S=count,
+            K=_triton_mix.stats_width(count, heads, slice_norm, norm_weight is not None),
+            DTYPE=layout.DTYPES[out],
+            HAS_OUTPUT=output is not None,
+            HAS_PARTIAL=partial is not None,
+            READS_LAST=reads_last,
+            STAGES=launch.stages,
+            **flags,
+            **shape,
+        )
+        return Plan(True, launch, run)
+    launch = forced or layout.forward_launch(block, count, itemsize)
+    run = Prepared(
+        mix_forward_kernel,
+        launch.warps,
+        DTYPE=layout.DTYPES[held[0]],  # pyright: ignore[reportArgumentType]
+        HAS_LOW=keeps_low,
+        BS=launch.sources,
+        STAGES=launch.stages,
+        **flags,
+        **shape,
+    )
+    return Plan(False, launch, run)
 
 
 def mix_forward(
@@ -63,111 +140,148 @@ def mix_forward(
     norm_eps: float,
     out_dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x and y [N, D], rstd [N, S, 1|H], logits [N, S, H], lse [N, H], norm rstd [N], state, last
-    and low bits [N, D]."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x and y [N, D], stats [N, K], state, last and low bits [N, D]."""
     example = prior if prior is not None else output if output is not None else sources[0]
-    (tokens, width), num_sources = example.shape, len(sources) + reads_last
-    x = torch.empty(tokens, width, dtype=out_dtype, device=example.device)
-    y = torch.empty_like(x) if norm_weight is not None else x.new_empty(0)
-    rstd = query.new_empty(tokens, num_sources, heads if slice_norm else 1)
-    logits = query.new_empty(tokens, num_sources, heads)
-    lse = query.new_empty(tokens, heads)
-    norm_rstd = query.new_empty(tokens if norm_weight is not None else 0)
-    low = x.new_empty(x.shape if keeps_low else 0, dtype=torch.int16)
-    state, last = x.new_empty(0), x.new_empty(0)
-    read = [*sources, output] if reads_last and output is not None else list(sources)
-    held = [*read, *(t for t in (residual, prior, partial) if t is not None)]
-    is_boundary = output is not None or norm_weight is not None
-    is_resident = (
-        _triton_mix.resident(read, width)
-        and _is_one_dtype(held, out_dtype)
-        and (is_boundary or num_sources * width <= FEW_ELEMENTS)
+    (tokens, width), count = example.shape, len(sources) + reads_last
+    tensors = query, residual, prior, prior_lse, norm_weight, output, partial
+    plan = forward_plan(
+        _triton_mix.fits(count, width, (sources[0] if sources else example).element_size()),
+        layout.forced_launch(),
+        width,
+        heads,
+        slice_norm,
+        centered,
+        reads_last,
+        keeps_low,
+        out_dtype,
+        tuple(map(dtype_of, sources)),
+        *[None if t is None else t.dtype for t in tensors],
     )
-    if output is not None and (tokens == 0 or not is_resident):
-        if partial is not None:
-            last = (partial + output).contiguous()
-        if residual is not None:
-            state = residual = (residual + output).contiguous()
-        if reads_last:
-            sources = [*sources, output if partial is None else last]
-        output = partial = None
-    elif output is not None:
-        # not empty_like, which keeps the strides of rows that are not in order
-        state = state if residual is None else residual.new_empty(residual.shape)
-        last = last if partial is None else partial.new_empty(partial.shape)
-    results = x, y, rstd, logits, lse, norm_rstd, state, last, low
-    if tokens == 0:
-        return results
-    sources = [layout.aligned(s) for s in sources]
+    has_norm = norm_weight is not None
+    x = example.new_empty(tokens, width, dtype=out_dtype)
+    y = torch.empty_like(x) if has_norm else None
+    stats_width = _triton_mix.stats_width(count, heads, slice_norm, has_norm)
+    stats = query.new_empty(tokens, stats_width)
+    low = x.new_empty(tokens, width, dtype=torch.int16) if keeps_low else None
+    state = last = None
+    if plan.is_resident and tokens:
+        given = [*sources, *[t for t in tensors if t is not None]]
+        if not are_aligned(given):
+            sources = [layout.aligned(s) for s in sources]
+            tensors = [_optional(t) for t in tensors]
+            query, residual, prior, prior_lse, norm_weight, output, partial = tensors
+        if output is not None:
+            state = None if residual is None else torch.empty_like(x)
+            last = None if partial is None else torch.empty_like(x)
+        plan.run(
+            layout.num_programs(plan.launch, tokens, x.device),
+            (sources,),
+            (
+                *(query, output, partial, residual, prior, prior_lse, norm_weight),
+                *(x, y, state, last, stats),
+            ),
+            (tokens, eps, scale, norm_eps),
+        )
+    else:
+        if output is not None:
+            if partial is not None:
+                last = (partial + output).contiguous()
+            if residual is not None:
+                state = residual = (residual + output).contiguous()
+            if reads_last:
+                sources = [*sources, output if last is None else last]
+        if tokens:
+            sources = [layout.aligned(s) for s in sources]
+            (packed,) = layout.pack([sources], x)
+            optional = [_optional(t) for t in (residual, prior, prior_lse, norm_weight)]
+            plan.run(
+                layout.num_programs(plan.launch, tokens, x.device),
+                (),
+                (packed, layout.aligned(query), *optional, x, low, y, stats),
+                (tokens, count, stats_width, eps, scale, norm_eps),
+            )
+    return (
+        x,
+        x.new_empty(0) if y is None else y,
+        stats,
+        x.new_empty(0) if state is None else state,
+        x.new_empty(0) if last is None else last,
+        x.new_empty(0, dtype=torch.int16) if low is None else low,
+    )
+
+
+@cache
+def backward_plan(
+    fits: bool,
+    forced: layout.Launch | None,
+    width: int,
+    heads: int,
+    slice_norm: bool,
+    centered: bool,
+    reads_last: bool,
+    writes_output: bool,
+    stats_width: int,
+    state: Dtype,
+    sources: tuple[torch.dtype, ...],
+    carried: tuple[torch.dtype, ...],
+    grad: Dtype,
+    grad_y: Dtype,
+    grad_state: Dtype,
+    grad_last: Dtype,
+    query: torch.dtype,
+    x: Dtype,
+    prior: Dtype,
+    prior_lse: Dtype,
+    norm_weight: Dtype,
+    low: Dtype,
+    stats: torch.dtype,
+) -> Plan:
+    count = len(sources)
+    rows = [*sources, *carried, prior, grad, grad_y, grad_state, grad_last]
+    rows = [dtype for dtype in rows if dtype is not None]
+    is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
     block, shape = _shape(width, heads, is_resident)
-    shape |= {
-        "HAS_RESIDUAL": residual is not None,
+    itemsize = rows[0].itemsize
+    flags = {
+        "HAS_GRAD": grad is not None,
+        "HAS_GRAD_STATE": grad_state is not None,
         "HAS_PRIOR": prior is not None,
         "HAS_NORM": norm_weight is not None,
+        "HAS_CARRIED": len(carried) > 0,
+        "WRITES_STATE": state is not None,
         "CENTERED": centered,
         "SLICE_NORM": slice_norm,
     }
-    given = [_optional(t) for t in (residual, prior, prior_lse, norm_weight)]
-    with layout.on_device(example):
-        if is_resident:
-            launch = layout.resident_forward_launch(
-                block, len(held), held[0].element_size(), is_boundary, residual is not None
-            )
-            resident_forward_kernel[(layout.num_programs(launch, tokens, example.device),)](
-                tuple(sources),
-                layout.aligned(query),
-                _optional(output),
-                _optional(partial),
-                *given,
-                x,
-                y,
-                state,
-                last,
-                rstd,
-                logits,
-                lse,
-                norm_rstd,
-                tokens,
-                eps,
-                scale,
-                norm_eps,
-                S=num_sources,
-                DTYPE=layout.DTYPES[read[0].dtype],
-                HAS_OUTPUT=output is not None,
-                HAS_PARTIAL=partial is not None,
-                READS_LAST=reads_last,
-                STAGES=launch.stages,
-                num_warps=launch.warps,
-                **shape,
-            )
-            return results
-        launch = layout.forward_launch(block, num_sources, held[0].element_size())
-        (packed,) = layout.pack([sources], example)
-        mix_forward_kernel[(layout.num_programs(launch, tokens, example.device),)](
-            packed,
-            layout.aligned(query),
-            *given,
-            x,
-            low,
-            y,
-            rstd,
-            logits,
-            lse,
-            norm_rstd,
-            tokens,
-            num_sources,
-            eps,
-            scale,
-            norm_eps,
-            DTYPE=layout.DTYPES[sources[0].dtype if sources else example.dtype],
-            HAS_LOW=keeps_low,
-            BS=launch.sources,
+    if is_resident:
+        num_rows = len(rows) + (norm_weight is not None)
+        launch = forced or layout.resident_backward_launch(block, count, num_rows, itemsize)
+        run = Prepared(
+            resident_backward_kernel,
+            launch.warps,
+            S=count,
+            K=stats_width,
+            DTYPE=layout.DTYPES[rows[0]],
+            WRITES_OUTPUT=writes_output,
+            READS_LAST=reads_last,
             STAGES=launch.stages,
-            num_warps=launch.warps,
+            **flags,
             **shape,
         )
-    return results
+        return Plan(True, launch, run)
+    from_mix = low is not None
+    launch = forced or layout.backward_launch(block, count, itemsize, from_mix, len(carried) > 0)
+    run = Prepared(
+        mix_backward_kernel,
+        launch.warps,
+        DTYPE=layout.DTYPES[sources[0] if sources else query],
+        FROM_MIX=from_mix,
+        BS=launch.sources,
+        STAGES=launch.stages,
+        **flags,
+        **shape,
+    )
+    return Plan(False, launch, run)
 
 
 def mix_backward(
@@ -183,10 +297,7 @@ def mix_backward(
     norm_weight: Tensor | None,
     x: Tensor | None,
     low: Tensor | None,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    norm_rstd: Tensor | None,
+    stats: Tensor,
     heads: int,
     slice_norm: bool,
     centered: bool,
@@ -194,128 +305,78 @@ def mix_backward(
     reads_last: bool,
     writes_output: bool,
     state_dtype: torch.dtype | None,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of sources, query, prior, prior_lse, norm weight, residual and output.
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Gradients of the sources; of query and norm weight [1|2, D]; and of prior, prior_lse,
+    residual and output, as far as there are any.
 
     ``carried`` are gradients of the sources from elsewhere, to be added; ``x`` is needed after a
     norm (``grad_y`` given), and with its ``low`` bits where delta is taken from it.
     """
-    tokens, width = lse.shape[0], query.shape[0]
-    num_sources, device = len(sources), lse.device
-
-    def empty(dtype: torch.dtype | None = None) -> Tensor:
-        return query.new_empty(0, dtype=dtype)
-
-    sources = [layout.aligned(s) for s in sources]
+    (tokens, stats_width), width, count = stats.shape, query.shape[0], len(sources)
+    tensors = grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
+    plan = backward_plan(
+        count > 0 and _triton_mix.fits(count, width, sources[0].element_size()),
+        layout.forced_launch(),
+        width,
+        heads,
+        slice_norm,
+        centered,
+        reads_last,
+        writes_output,
+        stats_width,
+        state_dtype,
+        tuple(map(dtype_of, sources)),
+        tuple(map(dtype_of, carried)),
+        *[None if t is None else t.dtype for t in tensors],
+        stats.dtype,
+    )
+    given = [*sources, *carried, *[t for t in tensors if t is not None], stats]
+    if not are_aligned(given):
+        sources = [layout.aligned(s) for s in sources]
+        carried = [layout.aligned(c) for c in carried]
+        tensors = [_optional(t) for t in tensors]
+        stats = layout.aligned(stats)
+    grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low = tensors
     dsources = [torch.empty_like(s) for s in sources]
-    dprior = empty() if prior is None else prior.new_empty(prior.shape)
-    dprior_lse = empty() if prior_lse is None else prior_lse.new_empty(prior_lse.shape)
-    has_norm, has_state = norm_weight is not None, state_dtype is not None
-    dstate, doutput = empty(state_dtype), empty(state_dtype)
-    if has_state:
+    dprior = dprior_lse = dstate = doutput = None
+    if prior is not None:
+        dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
+    if state_dtype is not None:
         dstate = query.new_empty(tokens, width, dtype=state_dtype)
-        doutput = torch.empty_like(dstate) if writes_output else doutput
+        doutput = torch.empty_like(dstate) if writes_output else None
+    others = [t for t in (dprior, dprior_lse, dstate, doutput) if t is not None]
+    num_weights = 1 if norm_weight is None else 2
     if tokens == 0:
-        dnorm = torch.zeros_like(norm_weight) if norm_weight is not None else empty()
-        return dsources, torch.zeros_like(query), dprior, dprior_lse, dnorm, dstate, doutput
-    given = [*sources, *carried, prior, grad, grad_y, grad_state, grad_last]
-    given = [t for t in given if t is not None]
-    is_resident = _triton_mix.resident(sources, width) and _is_one_dtype(given, state_dtype)
-    block, shape = _shape(width, heads, is_resident)
-    itemsize = given[0].element_size()
-    if is_resident:
-        num_rows = len(given) + has_norm
-        launch = layout.resident_backward_launch(block, num_sources, num_rows, itemsize)
-    else:
-        launch = layout.backward_launch(
-            block, num_sources, itemsize, low is not None, len(carried) > 0
+        return dsources, query.new_zeros(num_weights, width), others
+    programs = layout.num_programs(plan.launch, tokens, stats.device)
+    partial = query.new_empty(programs, num_weights, width)
+    if plan.is_resident:
+        plan.run(
+            programs,
+            (sources, dsources, carried or None),
+            (
+                *(grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight),
+                *(stats, dstate, doutput, dprior, dprior_lse, partial),
+            ),
+            (tokens, scale),
         )
-    programs = layout.num_programs(launch, tokens, device)
-    partial_dquery = query.new_empty(programs, width)
-    partial_dnorm = query.new_empty(programs if has_norm else 0, width)
-    shape |= {
-        "HAS_GRAD": grad is not None,
-        "HAS_PRIOR": prior is not None,
-        "HAS_NORM": has_norm,
-        "HAS_CARRIED": len(carried) > 0,
-        "WRITES_STATE": has_state,
-        "CENTERED": centered,
-        "SLICE_NORM": slice_norm,
-    }
-    lists = [sources, dsources]
-    if carried:
-        lists.append([layout.aligned(c) for c in carried])
-    optional = [_optional(t) for t in (prior, prior_lse, norm_weight)]
-    stats = rstd, logits, lse, norm_rstd
-    with layout.on_device(lse):
-        if is_resident:
-            resident_backward_kernel[(programs,)](
-                tuple(sources),
-                tuple(dsources),
-                tuple(lists[2]) if carried else None,
-                _optional(grad),
-                _optional(grad_y),
-                _optional(grad_state),
-                _optional(grad_last),
-                layout.aligned(query),
-                _optional(x),
-                *optional,
-                *stats,
-                dstate,
-                doutput,
-                dprior,
-                dprior_lse,
-                partial_dquery,
-                partial_dnorm,
-                tokens,
-                scale,
-                S=num_sources,
-                DTYPE=layout.DTYPES[sources[0].dtype],
-                HAS_GRAD_STATE=grad_state is not None,
-                WRITES_OUTPUT=writes_output,
-                READS_LAST=reads_last,
-                STAGES=launch.stages,
-                num_warps=launch.warps,
-                **shape,
-            )
-        else:
-            packed = layout.pack(lists, lse)
-            mix_backward_kernel[(programs,)](
-                packed[0],
-                packed[1],
-                packed[2] if carried else None,
-                _optional(grad),
-                _optional(grad_y),
-                _optional(grad_state),
-                layout.aligned(query),
-                _optional(x),
-                _optional(low),
-                *optional,
-                *stats,
-                dstate,
-                dprior,
-                dprior_lse,
-                partial_dquery,
-                partial_dnorm,
-                tokens,
-                num_sources,
-                scale,
-                DTYPE=layout.DTYPES[sources[0].dtype if sources else query.dtype],
-                HAS_GRAD_STATE=grad_state is not None,
-                FROM_MIX=low is not None,
-                BS=launch.sources,
-                STAGES=launch.stages,
-                num_warps=launch.warps,
-                **shape,
-            )
-    if writes_output and not is_resident:
-        added = dsources[-1] if reads_last else grad_last
-        assert added is not None
-        torch.add(dstate, added, out=doutput)
-    dnorm = empty()
-    if norm_weight is not None:
-        dnorm = partial_dnorm.sum(0).to(norm_weight.dtype)
-    return dsources, partial_dquery.sum(0), dprior, dprior_lse, dnorm, dstate, doutput
+    else:
+        lists = [sources, dsources, carried] if carried else [sources, dsources]
+        tables = layout.pack(lists, stats)
+        plan.run(
+            programs,
+            (),
+            (
+                *(*tables, None)[:3],
+                *(grad, grad_y, grad_state, query, x, low, prior, prior_lse, norm_weight),
+                *(stats, dstate, dprior, dprior_lse, partial),
+            ),
+            (tokens, count, stats_width, scale),
+        )
+        if doutput is not None:
+            added = dsources[-1] if reads_last else grad_last
+            torch.add(dstate, added, out=doutput)
+    return dsources, partial.sum(0), others
 
 
 __all__ = ["mix_backward", "mix_forward"]

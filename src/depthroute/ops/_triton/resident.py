@@ -12,7 +12,8 @@ These kernels are also the whole boundary between two sublayers:
     y       = RMSNorm(x)                            (the next sublayer's pre-norm)
 
 Backward returns dstate, and the gradient of ``output``, which is dstate plus that of the last
-source. Query and norm-weight gradients are summed per program and then over programs.
+source. Query and norm-weight gradients are summed per program, written as one row each, and then
+over programs. What forward keeps of a token is a row of K numbers; see :mod:`_triton_mix`.
 """
 
 from __future__ import annotations
@@ -48,15 +49,13 @@ def resident_forward_kernel(
     p_y,
     p_state,
     p_last,
-    p_rstd,
-    p_logits,
-    p_lse,
-    p_norm_rstd,
+    p_stats,
     N,
     eps,
     scale,
     norm_eps,
     S: tl.constexpr,
+    K: tl.constexpr,
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -90,6 +89,7 @@ def resident_forward_kernel(
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         o_row = i_row * D
+        p_stat = p_stats + i_row * K
         rows = ()
         for n in tl.static_range(LOADED):
             rows = rows + (hold(p_sources[n] + o_row, H, DH, HB, BC, NT),)
@@ -136,12 +136,11 @@ def resident_forward_kernel(
         for n in tl.static_range(S):
             b_rstd = tl.rsqrt(over_norm_group(squares[n], SLICE_NORM) / (D // NORMS) + eps)
             b_logit = dots[n] * b_rstd
-            o_stat = i_row * S + n
-            tl.store(p_logits + o_stat * H + o_h, b_logit, m_h)
+            tl.store(p_stat + n * H + o_h, b_logit, m_h)
             if SLICE_NORM:
-                tl.store(p_rstd + o_stat * H + o_h, b_rstd, m_h)
+                tl.store(p_stat + (S + n) * H + o_h, b_rstd, m_h)
             else:
-                tl.store(p_rstd + o_stat + o_one, b_rstd)
+                tl.store(p_stat + S * H + n + o_one, b_rstd)
             b_top = tl.maximum(b_top, b_logit)
             logits = logits + (b_logit,)
         b_total = tl.zeros([1, HB, 1], tl.float32)
@@ -159,7 +158,7 @@ def resident_forward_kernel(
             b_mix = axpy(b_weight, b, b_mix, NT)
             if CENTERED:
                 b_plain = plus(b_plain, b, NT)
-        tl.store(p_lse + i_row * H + o_h, b_top + tl.log(b_total), m_h)
+        tl.store(p_stat + S * (H + NORMS) + o_h, b_top + tl.log(b_total), m_h)
         if CENTERED:
             # total / S is exactly 1 at zero queries, so the difference is exactly zero
             b_mix = axpy(-b_total / count, b_plain, b_mix, NT)
@@ -177,7 +176,7 @@ def resident_forward_kernel(
             for j in tl.static_range(NT):
                 b_y = b_y + (b_x[j] * b_r * b_w[j],)
             store_row(p_y + o_row, narrow(b_y, DTYPE, NT), H, DH, HB, BC, NT)
-            tl.store(p_norm_rstd + i_row + o_one, b_r)
+            tl.store(p_stat + K - 1 + o_one, b_r)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -194,19 +193,16 @@ def resident_backward_kernel(
     p_prior,
     p_prior_lse,
     p_norm_weight,
-    p_rstd,
-    p_logits,
-    p_lse,
-    p_norm_rstd,
+    p_stats,
     p_dstate,
     p_doutput,
     p_dprior,
     p_dprior_lse,
-    p_dquery,
-    p_dnorm,
+    p_dweights,
     N,
     scale,
     S: tl.constexpr,
+    K: tl.constexpr,
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -244,10 +240,11 @@ def resident_backward_kernel(
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         o_row = i_row * D
+        p_stat = p_stats + i_row * K
         if HAS_NORM:
             b_gy = hold(p_grad_y + o_row, H, DH, HB, BC, NT)
             b_x = hold(p_x + o_row, H, DH, HB, BC, NT)
-            b_r = tl.load(p_norm_rstd + i_row + o_one)
+            b_r = tl.load(p_stat + K - 1 + o_one)
         if HAS_GRAD:
             b_grad = hold(p_grad + o_row, H, DH, HB, BC, NT)
         if HAS_GRAD_STATE:
@@ -255,7 +252,7 @@ def resident_backward_kernel(
         rows = ()
         for n in tl.static_range(S):
             rows = rows + (hold(p_sources[n] + o_row, H, DH, HB, BC, NT),)
-        b_lse = tl.load(p_lse + i_row * H + o_h, m_h, 0.0)
+        b_lse = tl.load(p_stat + S * (H + NORMS) + o_h, m_h, 0.0)
         if HAS_NORM:
             # y = x r w:  dx = r (gw - xhat mean(gw xhat)),  dw += gy xhat
             b_g = widen(b_gy, NT)
@@ -310,15 +307,15 @@ def resident_backward_kernel(
             b_delta += b_prior_alpha * b_prior_u
         alphas, logits = (), ()
         for n in tl.static_range(S):
-            b_logit = tl.load(p_logits + (i_row * S + n) * H + o_h, m_h, 0.0)
+            b_logit = tl.load(p_stat + n * H + o_h, m_h, 0.0)
             b_alpha = tl.where(m_h, tl.exp(b_logit - b_lse), 0.0)
             b_delta += b_alpha * us[n]
             alphas, logits = alphas + (b_alpha,), logits + (b_logit,)
         for n in tl.static_range(S):
             if SLICE_NORM:
-                b_rstd = tl.load(p_rstd + (i_row * S + n) * H + o_h, m_h, 0.0)
+                b_rstd = tl.load(p_stat + (S + n) * H + o_h, m_h, 0.0)
             else:
-                b_rstd = tl.load(p_rstd + i_row * S + n + o_one)
+                b_rstd = tl.load(p_stat + S * H + n + o_one)
             b_ds = alphas[n] * (us[n] - b_delta)
             if S == 1 and not HAS_PRIOR:
                 b_ds = b_ds * 0.0  # a single source has weight 1 and no gradient through it
@@ -352,6 +349,7 @@ def resident_backward_kernel(
             b_held = narrow(times(b_dx, b_weight, NT), DTYPE, NT)
             store_row(p_dprior + o_row, b_held, H, DH, HB, BC, NT)
             tl.store(p_dprior_lse + i_row * H + o_h, b_prior_alpha * (b_prior_u - b_delta), m_h)
-    store_row(p_dquery + i_program.to(tl.int64) * D, b_dq, H, DH, HB, BC, NT)
+    p_dweight = p_dweights + i_program.to(tl.int64) * (2 * D if HAS_NORM else D)
+    store_row(p_dweight, b_dq, H, DH, HB, BC, NT)
     if HAS_NORM:
-        store_row(p_dnorm + i_program.to(tl.int64) * D, b_dw, H, DH, HB, BC, NT)
+        store_row(p_dweight + D, b_dw, H, DH, HB, BC, NT)

@@ -1,0 +1,155 @@
+"""What one call of the registered kernels costs the CPU, from the op to the driver's launch.
+
+    python bench/call_cost.py [--profile]
+
+With a GPU the calls are real and only their enqueueing is timed. Without one the kernels are
+compiled for Hopper and a launcher that does nothing takes the driver's place, so that everything
+above it is timed; what it leaves out is the driver itself and the allocator of the GPU. Times are
+the least of several rounds: what else the machine does only adds to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import timeit
+from collections.abc import Callable
+
+import torch
+
+from depthroute.ops import backends
+
+TOKENS, WIDTH, SOURCES = 64, 768, 4
+
+
+class NoLauncher:
+    def __init__(self, src, metadata) -> None:
+        pass
+
+    def __call__(self, *args) -> None:
+        pass
+
+
+class NoUtils:
+    def load_binary(self, name, kernel, shared, device):
+        return 1, 1, 32, 0, 1024
+
+    def get_device_properties(self, device):
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+
+class NoDriver:
+    """Names a Hopper target and launches nothing."""
+
+    launcher_cls, utils = NoLauncher, NoUtils()
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def pretend() -> None:
+    from triton.runtime import driver
+
+    driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
+    backends.INTERPRETS = True  # lets CPU tensors through to the launchers
+
+
+def calls(device: str) -> dict[str, Callable[[], object]]:
+    """The boundary of delta in blocks, both directions, as a compiled graph calls it; the same
+    through autograd; depth attention over three layers."""
+
+    def rows() -> torch.Tensor:
+        return torch.randn(TOKENS, WIDTH, device=device).bfloat16()
+
+    from depthroute import ops
+
+    ns = torch.ops.depthroute
+    sources, output, state, partial = [rows() for _ in range(SOURCES)], rows(), rows(), rows()
+    query, weight = torch.randn(WIDTH, device=device), torch.ones(WIDTH, device=device)
+    options = 1e-6, 1, False, False, 0.5, 1e-6, torch.bfloat16, False
+
+    def forward():
+        return ns.depth_mix_triton.default(
+            sources, query, state, None, None, weight, output, partial, True, *options
+        )
+
+    made = forward()
+    x, _, stats, _, last, _ = made
+    carried = [rows() for _ in range(SOURCES + 1)]
+    grads = None, rows(), rows(), None
+
+    def backward():
+        return ns.depth_mix_triton_backward.default(
+            *grads, carried, [*sources, last], query, None, None, weight, x, None, stats,
+            1, False, False, 0.5, True, True, torch.bfloat16,
+        )  # fmt: skip
+
+    heads = 4, 2, TOKENS, 64
+    q, g = (torch.randn(heads, device=device).bfloat16() for _ in range(2))
+    keys, values = ([torch.randn(heads, device=device).bfloat16() for _ in range(3)] for _ in "kv")
+
+    def attention():
+        return ns.depth_attention_mix_triton.default(q, keys, values, 0.125)
+
+    _, *kept = attention()
+
+    def attention_backward():
+        return ns.depth_attention_mix_triton_backward.default(q, g, keys, values, *kept, 0.125)
+
+    leaves = [t.clone().requires_grad_() for t in (*sources, output, state, partial)]
+    weights = query.clone().requires_grad_(), weight.clone().requires_grad_()
+    key_weight = torch.ones_like(query)
+
+    def eager():
+        return ops.depth_boundary(
+            leaves[-3], leaves[:SOURCES], weights[0], key_weight, leaves[-2], leaves[-1],
+            reads_last=True, scale=0.5, norm_weight=weights[1], backend="triton",
+        )  # fmt: skip
+
+    def eager_both():
+        done = eager()
+        kept = [done.y, done.state, done.last, *done.sources]
+        return torch.autograd.grad(kept, [*leaves, *weights], [output] * len(kept))
+
+    made = {
+        "boundary forward": forward,
+        "boundary backward": backward,
+        "attention forward": attention,
+        "attention backward": attention_backward,
+    }
+    graded = {"boundary, eager forward": eager, "boundary, eager both": eager_both}
+    return {name: torch.no_grad()(call) for name, call in made.items()} | graded
+
+
+def microseconds(call: Callable[[], object], number: int = 300, rounds: int = 9) -> float:
+    call()
+    return 1e6 * min(timeit.repeat(call, number=number, repeat=rounds)) / number
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
+    wanted = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        pretend()
+    for name, call in calls(device).items():
+        print(f"{name:<26} {microseconds(call):7.1f} us", flush=True)
+        if wanted.profile:
+            with cProfile.Profile() as profile:
+                for _ in range(300):
+                    call()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
