@@ -10,9 +10,13 @@ route as in ``custom_op``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
+
+from depthroute.ops.backends import ran
 
 _library = torch.library.Library("depthroute", "FRAGMENT")
 
@@ -25,32 +29,34 @@ def _no_second_derivative(ctx, *grads):
 
 
 class KernelOp:
-    """``depthroute::name``, as it is declared by the types of ``function``.
+    """``depthroute::name``, as the types of ``declared`` say; ``function`` runs it.
 
     ``function`` must return new tensors, none of them a view of another.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.function = f"depthroute::{name}", function
-        schema = torch.library.infer_schema(function, mutates_args=())
+    def __init__(self, name: str, declared: Callable[..., Any], function: Callable[..., Any]):
+        self.name, self.function = name, function
+        schema = torch.library.infer_schema(declared, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, function, "CompositeExplicitAutograd")
 
     def register_fake(self, function: Callable[..., Any]) -> None:
-        torch.library.register_fake(self.name, function, lib=_library)
+        torch.library.register_fake(f"depthroute::{self.name}", function, lib=_library)
 
     def register_autograd(
         self,
         backward: Callable[..., Any] = _no_second_derivative,
         setup: Callable[..., Any] | None = None,
     ) -> None:
-        torch.library.register_autograd(self.name, backward, setup_context=setup, lib=_library)
+        torch.library.register_autograd(
+            f"depthroute::{self.name}", backward, setup_context=setup, lib=_library
+        )
         for device in ("CPU", "CUDA"):
             self._shorten(device)
 
     def _shorten(self, device: str) -> None:
         """Calls the function at once where nothing between it and autograd would be."""
-        operator = getattr(torch.ops.depthroute, self.name.split("::")[1]).default
+        operator = getattr(torch.ops.depthroute, self.name).default
         general = torch.library.get_kernel(operator, f"Autograd{device}")
         function, is_grad_enabled = self.function, torch.is_grad_enabled
         keys = torch._C.DispatchKey.__members__
@@ -62,8 +68,22 @@ class KernelOp:
                 return function(*args)
             return general.call_boxed(keyset, *args)
 
-        _library.impl(self.name.split("::")[1], call, f"Autograd{device}", with_keyset=True)
+        _library.impl(self.name, call, f"Autograd{device}", with_keyset=True)
 
 
-def kernel_op(name: str) -> Callable[[Callable[..., Any]], KernelOp]:
-    return lambda function: KernelOp(name, function)
+def kernel_op(
+    name: str, counted: str = "", launcher: str = ""
+) -> Callable[[Callable[..., Any]], KernelOp]:
+    """Registers what is decorated, or what it declares: ``launcher``, "module.function" of
+    :mod:`depthroute.ops._triton`, imported when first called and counted as ``counted``."""
+    module, _, attribute = launcher.rpartition(".")
+
+    @cache
+    def load() -> Callable[..., Any]:
+        return getattr(import_module(f"depthroute.ops._triton.{module}"), attribute)
+
+    def function(*args):
+        ran(counted, "triton")
+        return load()(*args)
+
+    return lambda declared: KernelOp(name, declared, function if launcher else declared)

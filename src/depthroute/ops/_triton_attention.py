@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from depthroute.ops._register import kernel_op
-from depthroute.ops.backends import ran
 
 
-@kernel_op("depth_attention_mix_triton")
+@kernel_op(
+    "depth_attention_mix_triton", "depth_attention_mix", "attention_launch.attention_forward"
+)
 def _attention_mix(
     query: Tensor, keys: list[Tensor], values: list[Tensor], scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from depthroute.ops._triton.attention_launch import attention_forward
-
-    ran("depth_attention_mix", "triton")
-    return attention_forward(query, keys, values, scaling)
+) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportReturnType]
+    """Mixed values [B, Hkv, T, dv], logits [J, B, Hkv, T] and their log-sum-exp [B, Hkv, T]."""
 
 
 @_attention_mix.register_fake
@@ -29,7 +29,11 @@ def _(query, keys, values, scaling):
     )
 
 
-@kernel_op("depth_attention_mix_triton_backward")
+@kernel_op(
+    "depth_attention_mix_triton_backward",
+    "depth_attention_mix_backward",
+    "attention_launch.attention_backward",
+)
 def _attention_mix_backward(
     grad: Tensor,
     query: Tensor,
@@ -38,23 +42,20 @@ def _attention_mix_backward(
     logits: Tensor,
     lse: Tensor,
     scaling: float,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    from depthroute.ops._triton.attention_launch import attention_backward
-
-    ran("depth_attention_mix_backward", "triton")
-    alike = _alike(keys) and _alike(values)
-    return attention_backward(grad, query, keys, values, logits, lse, scaling, alike)
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # pyright: ignore[reportReturnType]
+    """Of query, keys and values; the latter laid out like those, if they are all alike."""
 
 
 @_attention_mix_backward.register_fake
 def _(grad, query, keys, values, logits, lse, scaling):
-    alike = _alike(keys) and _alike(values)
-    made = torch.empty_like if alike else lambda t: t.new_empty(t.shape)
+    is_alike = alike(keys) and alike(values)
+    made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
     return torch.empty_like(query), [made(k) for k in keys], [made(v) for v in values]
 
 
-def _alike(tensors: list[Tensor]) -> bool:
-    return all(t.stride() == tensors[0].stride() for t in tensors)
+def alike(tensors: Sequence[Tensor]) -> bool:
+    strides = tensors[0].stride()
+    return all(t.stride() == strides for t in tensors)
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -2,37 +2,29 @@
 
 ``depth_mix_triton`` is the boundary between two sublayers: it adds the last sublayer's ``output``
 to the residual state and to the current block's ``partial`` sum, mixes, and applies the next
-pre-norm. Every part is optional; with none it is the plain depth mix.
+pre-norm. Every part is optional; with none it is the plain depth mix. Tensors are [..., D] in any
+shape, so that no graph holds views which only flatten.
 
-What backward needs of a token is one row of ``stats`` [N, K]: S x H logits, S 1/rms (or S x H with
-``slice_norm``), H log-sum-exps and, if there is a norm, its 1/rms.
+What backward needs of a token is one row of ``stats`` [..., K]: S x H logits, S 1/rms (or S x H
+with ``slice_norm``), H log-sum-exps and, if there is a norm, its 1/rms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthroute.ops._register import kernel_op
-from depthroute.ops.backends import ran
-
-
-@cache
-def _launch() -> ModuleType:
-    from depthroute.ops._triton import mix_launch
-
-    return mix_launch
 
 
 def stats_width(count: int, heads: int, slice_norm: bool, has_norm: bool) -> int:
     return count * (heads + (heads if slice_norm else 1)) + heads + has_norm
 
 
-@kernel_op("depth_mix_triton")
+@kernel_op("depth_mix_triton", "depth_mix", "mix_launch.mix_forward")
 def _depth_mix(
     sources: list[Tensor],
     query: Tensor,
@@ -51,32 +43,13 @@ def _depth_mix(
     norm_eps: float,
     dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, y, stats, state, last and the low bits of x.
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # pyright: ignore[reportReturnType]
+    """x, stats and, of y, state, last and the low bits of x, those there are.
 
-    ``last`` is partial + output, or output itself where a block starts; with ``reads_last`` it is
-    the last source. What was not asked for is empty.
+    y needs a norm weight, state an output and a residual, last an output and a partial sum, the low
+    bits ``keeps_low``. With ``reads_last`` the last source is partial + output, or the output
+    itself where a block starts.
     """
-    ran("depth_mix", "triton")
-    return _launch().mix_forward(
-        sources,
-        query,
-        residual,
-        prior,
-        prior_lse,
-        norm_weight,
-        output,
-        partial,
-        reads_last,
-        eps,
-        heads,
-        slice_norm,
-        centered,
-        scale,
-        norm_eps,
-        dtype,
-        keeps_low,
-    )
 
 
 @_depth_mix.register_fake
@@ -100,24 +73,43 @@ def _(
     keeps_low,
 ):
     example = prior if prior is not None else output if output is not None else sources[0]
-    tokens, width = example.shape
-    count = len(sources) + reads_last
-    x = example.new_empty(tokens, width, dtype=dtype)
     normed = norm_weight is not None
-    state = x.new_empty(0)
-    if residual is not None and output is not None:
-        state = residual.new_empty(residual.shape)
-    return (
+    x = example.new_empty(example.shape, dtype=dtype)
+    stats_of_token = stats_width(len(sources) + reads_last, heads, slice_norm, normed)
+    others = [x.new_empty(x.shape)] if normed else []
+    if output is not None:
+        others += [t.new_empty(t.shape) for t in (residual, partial) if t is not None]
+    if keeps_low:
+        others.append(x.new_empty(x.shape, dtype=torch.int16))
+    return x, query.new_empty(*x.shape[:-1], stats_of_token), others
+
+
+class Forward(NamedTuple):
+    """What ``depth_mix_triton`` returned."""
+
+    x: Tensor
+    stats: Tensor
+    y: Tensor | None
+    state: Tensor | None
+    last: Tensor | None
+    low: Tensor | None
+
+
+def named(inputs, x: Tensor, stats: Tensor, others: Sequence[Tensor]) -> Forward:
+    """Its results by name; ``inputs`` are its arguments."""
+    made = iter(others)
+    pushes, keeps_low = inputs[6] is not None, inputs[16]
+    return Forward(
         x,
-        x.new_empty(x.shape) if normed else x.new_empty(0),
-        query.new_empty(tokens, stats_width(count, heads, slice_norm, normed)),
-        state,
-        x.new_empty(0) if partial is None else partial.new_empty(partial.shape),
-        x.new_empty(x.shape if keeps_low else 0, dtype=torch.int16),
+        stats,
+        next(made) if inputs[5] is not None else None,
+        next(made) if pushes and inputs[2] is not None else None,
+        next(made) if pushes and inputs[7] is not None else None,
+        next(made) if keeps_low else None,
     )
 
 
-@kernel_op("depth_mix_triton_backward")
+@kernel_op("depth_mix_triton_backward", "depth_mix_backward", "mix_launch.mix_backward")
 def _depth_mix_backward(
     grad: Tensor | None,
     grad_y: Tensor | None,
@@ -139,33 +131,10 @@ def _depth_mix_backward(
     reads_last: bool,
     writes_output: bool,
     state_dtype: torch.dtype | None,
-) -> tuple[list[Tensor], Tensor, list[Tensor]]:
+) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # pyright: ignore[reportReturnType]
     """Gradients of the sources; of the query and, if given, the norm weight [1|2, D]; of prior and
     prior_lse, if given, the residual, if ``state_dtype`` is, and the output, if ``writes_output``.
     """
-    ran("depth_mix_backward", "triton")
-    return _launch().mix_backward(
-        grad,
-        grad_y,
-        grad_state,
-        grad_last,
-        carried,
-        sources,
-        query,
-        prior,
-        prior_lse,
-        norm_weight,
-        x,
-        low,
-        stats,
-        heads,
-        slice_norm,
-        centered,
-        scale,
-        reads_last,
-        writes_output,
-        state_dtype,
-    )
 
 
 @_depth_mix_backward.register_fake
@@ -193,7 +162,7 @@ def _(
 ):
     others = [] if prior is None else [t.new_empty(t.shape) for t in (prior, prior_lse)]
     if state_dtype is not None:
-        shape = stats.shape[0], query.shape[0]
+        shape = *stats.shape[:-1], query.shape[0]
         others += [query.new_empty(shape, dtype=state_dtype) for _ in range(1 + writes_output)]
     return (
         [s.new_empty(s.shape) for s in sources],
@@ -228,26 +197,25 @@ def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, centered:
     return not fits(len(rows), width, rows[0].element_size())
 
 
-def save(ctx, inputs, output) -> None:
+def save(ctx, inputs, made: Forward, *more: Tensor | None) -> None:
+    """``more`` comes first in ``ctx.saved_tensors``."""
     sources, query, residual, prior, prior_lse, norm_weight, pushed, partial, reads_last = inputs[
         :9
     ]
     ctx.heads, ctx.slice_norm, ctx.centered, ctx.scale = inputs[10:14]
-    keeps_low = inputs[16]
-    x, _, stats, _, last, low = output
     read = list(sources)
     if reads_last:
-        read.append(pushed if partial is None else last)
-    has_norm = norm_weight is not None
+        read.append(pushed if partial is None else made.last)
     ctx.save_for_backward(
+        *more,
         *read,
         query,
         prior,
         prior_lse,
         norm_weight,
-        x if keeps_low or has_norm else None,
-        low if keeps_low else None,
-        stats,
+        made.x if made.low is not None or made.y is not None else None,
+        made.low,
+        made.stats,
     )
     ctx.state_dtype = None if residual is None else residual.dtype
     ctx.pushes, ctx.has_partial, ctx.reads_last = (
@@ -268,7 +236,8 @@ def gradients(
 ):
     """Of sources, query, residual, prior, prior_lse, norm weight, output and partial.
 
-    ``saved`` is ``ctx.saved_tensors``, which checkpointing lets a backward read only once.
+    ``saved`` are ``ctx.saved_tensors``, which checkpointing lets a backward read only once, without
+    ``more``.
     ``carried`` holds one tensor per source read, the last among them, or nothing.
     """
     *sources, query, prior, prior_lse, norm_weight, x, low, stats = saved
@@ -333,13 +302,17 @@ def gradients(
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(output[2], output[5])
+    made = named(inputs, *output)
+    ctx.mark_non_differentiable(made.stats)
     ctx.set_materialize_grads(False)
     ctx.num_sources, ctx.num_inputs = len(inputs[0]), len(inputs)
-    save(ctx, inputs, output)
+    ctx.made = [t is not None for t in (made.y, made.state, made.last)]
+    save(ctx, inputs, made)
 
 
-def _backward(ctx, grad, grad_y, _stats, grad_state, grad_last, _low):
+def _backward(ctx, grad, _stats, others):
+    others = iter(others)
+    grad_y, grad_state, grad_last = [next(others) if made else None for made in ctx.made]
     if grad is None and grad_y is None:
         return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
     saved = ctx.saved_tensors

@@ -30,63 +30,58 @@ from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _wide
 class _CarriedMix(torch.autograd.Function):
     """x, y, state, last and the sources again; see :func:`depth_boundary`.
 
-    The torch backend has no norm and no push: :func:`depth_boundary` does them around it.
+    Folds the gain into the query, so that autograd does not have to. The torch backend takes
+    [N, D] and has no norm and no push: :func:`depth_boundary` does them around it.
     """
 
     @staticmethod
-    def forward(ctx, triton, query, residual, prior, prior_lse, norm_weight, *rest):
+    def forward(ctx, triton, query, key_weight, residual, prior, prior_lse, norm_weight, *rest):
         output, partial, options, *sources = rest
-        reads_last, eps, heads, slice_norm, centered, scale, norm_eps, dtype, keeps_low = options
         ctx.set_materialize_grads(False)
         ctx.triton = triton
         handed = [s.view_as(s) for s in sources]
+        example = prior if prior is not None else output if output is not None else sources[0]
+        q = _fold(query, key_weight, example.dtype)
         if triton:
-            inputs = sources, query, residual, prior, prior_lse, norm_weight, output, partial
-            inputs = *inputs, reads_last, eps, heads, slice_norm, centered, scale, norm_eps, dtype
-            inputs = *inputs, keeps_low
-            result = torch.ops.depthroute.depth_mix_triton(*inputs)
-            _triton_mix.save(ctx, inputs, result)
-            x, y, *_, state, last, _ = result
+            inputs = sources, q, residual, prior, prior_lse, norm_weight, output, partial, *options
+            results = torch.ops.depthroute.depth_mix_triton.default(*inputs)
+            made = _triton_mix.named(inputs, *results)
+            _triton_mix.save(ctx, inputs, made, query, key_weight)
+            last = made.last
             if output is not None and partial is None:
                 last = output.view_as(output)
-            return x, y, state, last, *handed
+            return made.x, made.y, made.state, last, *handed
+        _, eps, heads, slice_norm, centered, scale, _, dtype, _ = options
         x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
-            sources, query, residual, prior, prior_lse, *options[1:6], dtype
+            sources, q, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
         )
-        ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
+        stats = rstd, logits, lse
+        ctx.save_for_backward(query, key_weight, *sources, q, prior, prior_lse, *stats)
         ctx.options = heads, centered, scale
         ctx.residual_dtype = None if residual is None else residual.dtype
-        return x, x.new_empty(0), x.new_empty(0), x.new_empty(0), *handed
+        return x, None, None, None, *handed
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_y, grad_state, grad_last, *carried = grads
         if ctx.triton:
             if grad is None and grad_y is None:  # nothing but a push
                 dlast = grad_last if ctx.has_partial else None
-                return (
-                    None,
-                    None,
-                    grad_state,
-                    *(None,) * 3,
-                    _sum(grad_state, grad_last),
-                    dlast,
-                    None,
-                    *carried,
-                )
-            saved = ctx.saved_tensors
+                doutput = _sum(grad_state, grad_last)
+                return *(None,) * 3, grad_state, *(None,) * 3, doutput, dlast, None, *carried
+            query, key_weight, *saved = ctx.saved_tensors
             if ctx.reads_last:
                 carried = [*carried, grad_last]
             gathered = _gathered(carried, saved[: len(carried)])
             pushed = grad_state, grad_last
             found = _triton_mix.gradients(ctx, saved, grad, grad_y, *pushed, gathered)
-            dsources, *rest = found
-            return None, *rest, None, *dsources
+            dsources, dq, *rest = found
+            return None, *_unfold(dq, query, key_weight), *rest, None, *dsources
         if grad is None:
-            return *(None,) * 9, *carried
-        *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
-        dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
-            grad, sources, query, prior, prior_lse, rstd, logits, lse, *ctx.options
+            return *(None,) * 10, *carried
+        query, key_weight, *sources, q, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
+        dsources, dq, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
+            grad, sources, q, prior, prior_lse, rstd, logits, lse, *ctx.options
         )
         dresidual = None
         if ctx.residual_dtype is not None:
@@ -94,7 +89,8 @@ class _CarriedMix(torch.autograd.Function):
         if prior is None:
             dprior = dprior_lse = None
         dsources = _added(dsources, carried)
-        return None, dquery, dresidual, dprior, dprior_lse, *(None,) * 4, *dsources
+        leading = *_unfold(dq, query, key_weight), dresidual, dprior, dprior_lse
+        return None, *leading, *(None,) * 4, *dsources
 
 
 class _CarriedGroup(torch.autograd.Function):
@@ -138,6 +134,13 @@ class _CarriedGroup(torch.autograd.Function):
             )
             dsources = _added(dsources, carried)
         return None, dqueries, None, *dsources
+
+
+def _unfold(dq: Tensor, query: Tensor, key_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of a query and its gain from that of their product."""
+    if key_weight is None:
+        return dq.to(query.dtype), None
+    return (dq * key_weight).to(query.dtype), (dq * query).to(key_weight.dtype)
 
 
 def _gathered(carried: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
@@ -231,37 +234,38 @@ def depth_boundary(
         )
     assert dtype is not None
     triton = choice.backend == "triton"
-    listed, state, last, norm = list(sources), residual, output, norm_weight
-    if not triton and output is not None:
-        state = None if residual is None else residual + output
-        last = output if partial is None else partial + output
-        listed += [last] if reads_last else []
-        norm = None
+    listed, state, last = list(sources), residual, output
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, query))
     read = [*sources, output] if reads_last and output is not None else list(sources)
     keeps_low = triton and needs_grad
     keeps_low = keeps_low and _triton_mix.keeps_low_bits(
         read, width, residual is not None, centered
     )
-    x, y, new_state, new_last, *handed = _CarriedMix.apply(
+    options = reads_last, eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype
+    weights = query, key_weight
+    if triton:
+        x, y, state, last, *handed = _CarriedMix.apply(
+            triton, *weights, residual, prior, prior_lse, norm_weight, output, partial,
+            (*options, keeps_low), *sources,
+        )  # fmt: skip
+        return Boundary(x, y, residual if output is None else state, last, handed)
+    if output is not None:
+        state = None if residual is None else residual + output
+        last = output if partial is None else partial + output
+        listed += [last] if reads_last else []
+    x, _, _, _, *handed = _CarriedMix.apply(
         triton,
-        _fold(query, key_weight, example.dtype),
+        *weights,
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
-        norm if triton else None,
-        *(None if t is None or not triton else _flat(t) for t in (output, partial)),
-        (reads_last, eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype, keeps_low),
+        *(None, None, None),
+        (*options, keeps_low),
         *(_flat(s) for s in listed),
     )
     shape = example.shape
     x, handed = x.view(shape), [h.view(shape) for h in handed]
-    if triton and output is not None:
-        state = None if residual is None else new_state.view(shape)
-        last = new_last.view(shape)
-    elif output is not None and reads_last:
+    if output is not None and reads_last:
         *handed, last = handed
-    if norm_weight is None:
-        return Boundary(x, None, state, last, handed)
-    y = y.view(shape) if triton else reference.rms_norm(x, norm_weight, norm_eps)
+    y = None if norm_weight is None else reference.rms_norm(x, norm_weight, norm_eps)
     return Boundary(x, y, state, last, handed)
 
 

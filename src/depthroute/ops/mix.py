@@ -181,15 +181,12 @@ def _call(
         given = query, key_weight, residual, prior, prior_lse
         x = _EagerMix.apply((*options, dtype), *given, *sources)
         return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
-    tensors = (
-        [_flat(s) for s in sources],
-        _fold(query, key_weight, example.dtype),
-        _flat_or_none(residual),
-        _flat_or_none(prior),
-        _flat_or_none(prior_lse),
-    )
+    q = _fold(query, key_weight, example.dtype)
     if backend == "torch":
-        x = torch.ops.depthroute.depth_mix(*tensors, *options, dtype)[0].view(example.shape)
+        flat = [_flat(s) for s in sources]
+        others = [_flat_or_none(t) for t in (residual, prior, prior_lse)]
+        x = torch.ops.depthroute.depth_mix(flat, q, *others, *options, dtype)[0]
+        x = x.view(example.shape)
         return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
     needs_grad = torch.is_grad_enabled() and any(
         t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
@@ -197,19 +194,20 @@ def _call(
     keeps_low = needs_grad and _triton_mix.keeps_low_bits(
         sources, query.shape[0], residual is not None, centered
     )
+    tensors = list(sources), q, residual, prior, prior_lse, norm_weight
     nothing_pushed = None, None, False
-    x, y, *_ = torch.ops.depthroute.depth_mix_triton(
-        *tensors, norm_weight, *nothing_pushed, *options, norm_eps, dtype, keeps_low
+    x, _, others = torch.ops.depthroute.depth_mix_triton.default(
+        *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low
     )
-    x = x.view(example.shape)
-    return x if norm_weight is None else (x, y.view(example.shape))
+    return x if norm_weight is None else (x, others[0])
 
 
 def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
     """The dtype that decides whether the kernels take these tensors."""
     dtype = tensors[0].dtype if residual is None else residual.dtype
     for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+        if tensor.dtype != dtype:
+            dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 

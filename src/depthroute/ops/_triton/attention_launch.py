@@ -13,6 +13,7 @@ from torch import Tensor
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
 from depthroute.ops._triton.launcher import Prepared, kinds
+from depthroute.ops._triton_attention import alike
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -141,10 +142,9 @@ def attention_backward(
     logits: Tensor,
     lse: Tensor,
     scaling: float,
-    keep_strides: bool,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """``keep_strides``: gradients of keys and values laid out like them, if those are all alike."""
-    made = torch.empty_like if keep_strides else lambda t: t.new_empty(t.shape)
+    is_alike = alike(keys) and alike(values)
+    made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
     dquery = torch.empty_like(query)
     dkeys, dvalues = [made(k) for k in keys], [made(v) for v in values]
     if lse.numel() == 0:

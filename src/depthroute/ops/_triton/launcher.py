@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
+from itertools import islice
 from operator import or_
 from typing import Any
 
@@ -48,6 +49,14 @@ def are_aligned(tensors: Sequence[Tensor]) -> bool:
     return all(map(_is_contiguous, tensors)) and not reduce(or_, map(_address, tensors)) & 15
 
 
+def _is_watched() -> bool:
+    runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):  # a chain may be empty
+            return True
+    return bool(runtime.debug or knobs.compilation.instrumentation_mode)
+
+
 class Prepared:
     """``kernel`` with its constants, for arguments of types that never change."""
 
@@ -70,21 +79,23 @@ class Prepared:
         numbers: Sequence[float],
     ) -> None:
         """The kernel's parameters in this order: lists of tensors, tensors, numbers, constants."""
-        given = [t for t in tensors if t is not None]
+        given = []
         for listed in lists:
             if listed is not None:
                 given += listed
+        given += [t for t in tensors if t is not None]
         devices = set(map(_device, given))
         index = devices.pop()
         if index >= 0 and index != torch.cuda.current_device():
             with torch.cuda.device(index):
                 self(programs, lists, tensors, numbers)
             return
+        addresses = list(map(_address, given))
         is_usual = (
             not devices
-            and not reduce(or_, map(_address, given)) & 15
+            and not reduce(or_, addresses) & 15
             and max(numbers, default=0) <= MAX_INT32
-            and not self._is_watched()
+            and not _is_watched()
         )
         compiled = self._compiled.get(index) if is_usual else None
         if compiled is None:
@@ -93,7 +104,7 @@ class Prepared:
             if is_usual and made is not None:  # the interpreter makes nothing
                 self._compiled[index] = made
             return
-        active = driver.active
+        active, address = driver.active, iter(addresses)
         compiled.run(
             programs,
             1,
@@ -104,15 +115,8 @@ class Prepared:
             None,  # for hooks, of which there are none
             None,
             None,
-            *[None if t is None else tuple(map(_address, t)) for t in lists],
-            *[None if t is None else t.data_ptr() for t in tensors],
+            *[None if t is None else tuple(islice(address, len(t))) for t in lists],
+            *[None if t is None else next(address) for t in tensors],
             *numbers,
             *self._tail,
         )
-
-    def _is_watched(self) -> bool:
-        runtime = knobs.runtime
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
-            if hook is not None and getattr(hook, "calls", True):  # a chain may be empty
-                return True
-        return bool(runtime.debug or knobs.compilation.instrumentation_mode)

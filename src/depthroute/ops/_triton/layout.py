@@ -161,15 +161,16 @@ def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
 
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
-    if device.type != "cuda":
+    available = _num_multiprocessors(device)
+    if available == 0:
         return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
-    if launch.programs == 0:
-        return tokens
-    return min(tokens, launch.programs * _num_multiprocessors(device))
+    return min(tokens, launch.programs * available) if launch.programs else tokens
 
 
 _SAME_DEVICE = contextlib.nullcontext()

@@ -140,10 +140,11 @@ def mix_forward(
     norm_eps: float,
     out_dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x and y [N, D], stats [N, K], state, last and low bits [N, D]."""
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """x [..., D], stats [..., K] and those there are of y, state, last and low bits [..., D]."""
     example = prior if prior is not None else output if output is not None else sources[0]
-    (tokens, width), count = example.shape, len(sources) + reads_last
+    shape, width, count = example.shape, query.shape[0], len(sources) + reads_last
+    tokens = example.numel() // width
     tensors = query, residual, prior, prior_lse, norm_weight, output, partial
     plan = forward_plan(
         _triton_mix.fits(count, width, (sources[0] if sources else example).element_size()),
@@ -159,11 +160,11 @@ def mix_forward(
         *[None if t is None else t.dtype for t in tensors],
     )
     has_norm = norm_weight is not None
-    x = example.new_empty(tokens, width, dtype=out_dtype)
+    x = example.new_empty(shape, dtype=out_dtype)
     y = torch.empty_like(x) if has_norm else None
     stats_width = _triton_mix.stats_width(count, heads, slice_norm, has_norm)
-    stats = query.new_empty(tokens, stats_width)
-    low = x.new_empty(tokens, width, dtype=torch.int16) if keeps_low else None
+    stats = query.new_empty(*shape[:-1], stats_width)
+    low = x.new_empty(shape, dtype=torch.int16) if keeps_low else None
     state = last = None
     if plan.is_resident and tokens:
         given = [*sources, *[t for t in tensors if t is not None]]
@@ -201,14 +202,7 @@ def mix_forward(
                 (packed, layout.aligned(query), *optional, x, low, y, stats),
                 (tokens, count, stats_width, eps, scale, norm_eps),
             )
-    return (
-        x,
-        x.new_empty(0) if y is None else y,
-        stats,
-        x.new_empty(0) if state is None else state,
-        x.new_empty(0) if last is None else last,
-        x.new_empty(0, dtype=torch.int16) if low is None else low,
-    )
+    return x, stats, [t for t in (y, state, last, low) if t is not None]
 
 
 @cache
@@ -312,7 +306,8 @@ def mix_backward(
     ``carried`` are gradients of the sources from elsewhere, to be added; ``x`` is needed after a
     norm (``grad_y`` given), and with its ``low`` bits where delta is taken from it.
     """
-    (tokens, stats_width), width, count = stats.shape, query.shape[0], len(sources)
+    (*leading, stats_width), width, count = stats.shape, query.shape[0], len(sources)
+    tokens = stats.numel() // stats_width
     tensors = grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
     plan = backward_plan(
         count > 0 and _triton_mix.fits(count, width, sources[0].element_size()),
@@ -337,12 +332,12 @@ def mix_backward(
         tensors = [_optional(t) for t in tensors]
         stats = layout.aligned(stats)
     grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low = tensors
-    dsources = [torch.empty_like(s) for s in sources]
+    dsources = list(map(torch.empty_like, sources))
     dprior = dprior_lse = dstate = doutput = None
     if prior is not None:
         dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
     if state_dtype is not None:
-        dstate = query.new_empty(tokens, width, dtype=state_dtype)
+        dstate = query.new_empty(*leading, width, dtype=state_dtype)
         doutput = torch.empty_like(dstate) if writes_output else None
     others = [t for t in (dprior, dprior_lse, dstate, doutput) if t is not None]
     num_weights = 1 if norm_weight is None else 2
