@@ -175,6 +175,7 @@ class ResidualStream:
             dtype=self._dtype,
             norm_weight=norm.weight if norm is not None else None,
             norm_eps=norm.eps if norm is not None else 0.0,
+            returns_x=not fused,
             **prior,
         )
         handed = (*sources[:finished], *done.sources)

@@ -36,7 +36,7 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, triton, query, key_weight, residual, prior, prior_lse, norm_weight, *rest):
-        output, partial, options, *sources = rest
+        output, partial, returns_x, options, *sources = rest
         ctx.set_materialize_grads(False)
         ctx.triton = triton
         handed = [s.view_as(s) for s in sources]
@@ -50,7 +50,7 @@ class _CarriedMix(torch.autograd.Function):
             last = made.last
             if output is not None and partial is None:
                 last = output.view_as(output)
-            return made.x, made.y, made.state, last, *handed
+            return made.x if returns_x else None, made.y, made.state, last, *handed
         _, eps, heads, slice_norm, centered, scale, _, dtype, _ = options
         x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
             sources, q, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
@@ -68,7 +68,8 @@ class _CarriedMix(torch.autograd.Function):
             if grad is None and grad_y is None:  # nothing but a push
                 dlast = grad_last if ctx.has_partial else None
                 doutput = _sum(grad_state, grad_last)
-                return *(None,) * 3, grad_state, *(None,) * 3, doutput, dlast, None, *carried
+                grads = *(None,) * 3, grad_state, *(None,) * 3, doutput, dlast
+                return *grads, None, None, *carried
             query, key_weight, *saved = ctx.saved_tensors
             if ctx.reads_last:
                 carried = [*carried, grad_last]
@@ -76,9 +77,9 @@ class _CarriedMix(torch.autograd.Function):
             pushed = grad_state, grad_last
             found = _triton_mix.gradients(ctx, saved, grad, grad_y, *pushed, gathered)
             dsources, dq, *rest = found
-            return None, *_unfold(dq, query, key_weight), *rest, None, *dsources
+            return None, *_unfold(dq, query, key_weight), *rest, None, None, *dsources
         if grad is None:
-            return *(None,) * 10, *carried
+            return *(None,) * 11, *carried
         query, key_weight, *sources, q, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
         dsources, dq, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
             grad, sources, q, prior, prior_lse, rstd, logits, lse, *ctx.options
@@ -90,7 +91,7 @@ class _CarriedMix(torch.autograd.Function):
             dprior = dprior_lse = None
         dsources = _added(dsources, carried)
         leading = *_unfold(dq, query, key_weight), dresidual, dprior, dprior_lse
-        return None, *leading, *(None,) * 4, *dsources
+        return None, *leading, *(None,) * 5, *dsources
 
 
 class _CarriedGroup(torch.autograd.Function):
@@ -159,8 +160,8 @@ def _added(own: Sequence[Tensor], carried: Sequence[Tensor | None]) -> list[Tens
 
 
 class Boundary(NamedTuple):
-    x: Tensor
-    """What was mixed, before the norm."""
+    x: Tensor | None
+    """What was mixed, before the norm; None if only y was wanted."""
     y: Tensor | None
     """RMSNorm(x), if a norm weight was given."""
     state: Tensor | None
@@ -199,6 +200,7 @@ def depth_boundary(
     dtype: torch.dtype | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    returns_x: bool = True,
 ) -> Boundary:
     """Everything between two sublayers, in one kernel forward and one backward.
 
@@ -208,7 +210,8 @@ def depth_boundary(
 
     Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
     block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
-    group. ``sources`` excludes ``last``.
+    group. ``sources`` excludes ``last``. ``returns_x=False`` with a norm leaves out x: a compiled
+    graph makes a gradient of zeros for every result that nobody uses, which the kernel then reads.
     """
     given = [t for t in (*sources, output, partial) if t is not None]
     _check_sources(given, query, key_weight, residual, heads, head_norm, prior)
@@ -246,7 +249,7 @@ def depth_boundary(
     if triton:
         x, y, state, last, *handed = _CarriedMix.apply(
             triton, *weights, residual, prior, prior_lse, norm_weight, output, partial,
-            (*options, keeps_low), *sources,
+            returns_x or norm_weight is None, (*options, keeps_low), *sources,
         )  # fmt: skip
         return Boundary(x, y, residual if output is None else state, last, handed)
     if output is not None:
@@ -258,6 +261,7 @@ def depth_boundary(
         *weights,
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
         *(None, None, None),
+        True,
         (*options, keeps_low),
         *(_flat(s) for s in listed),
     )
@@ -265,8 +269,10 @@ def depth_boundary(
     x, handed = x.view(shape), [h.view(shape) for h in handed]
     if output is not None and reads_last:
         *handed, last = handed
-    y = None if norm_weight is None else reference.rms_norm(x, norm_weight, norm_eps)
-    return Boundary(x, y, state, last, handed)
+    if norm_weight is None:
+        return Boundary(x, None, state, last, handed)
+    y = reference.rms_norm(x, norm_weight, norm_eps)
+    return Boundary(x if returns_x else None, y, state, last, handed)
 
 
 def depth_mix_carried(
