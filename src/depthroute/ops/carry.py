@@ -151,6 +151,15 @@ def _gathered(carried: Sequence[Tensor | None], sources: Sequence[Tensor]) -> li
     return [torch.zeros_like(s) if c is None else c for c, s in zip(carried, sources, strict=True)]
 
 
+def _apart(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """No tensor twice, which Dynamo refuses: a stream starts with state and source the same."""
+    apart: list[Tensor | None] = []
+    for t in tensors:
+        is_twice = t is not None and any(t is other for other in apart)
+        apart.append(t.view_as(t) if is_twice and t is not None else t)
+    return apart
+
+
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
@@ -247,10 +256,13 @@ def depth_boundary(
     options = reads_last, eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype
     weights = query, key_weight
     if triton:
+        tensors = *weights, residual, prior, prior_lse, norm_weight, output, partial, *sources
+        if torch.compiler.is_compiling():
+            tensors = _apart(tensors)
+        returns_x = returns_x or norm_weight is None
         x, y, state, last, *handed = _CarriedMix.apply(
-            triton, *weights, residual, prior, prior_lse, norm_weight, output, partial,
-            returns_x or norm_weight is None, (*options, keeps_low), *sources,
-        )  # fmt: skip
+            triton, *tensors[:8], returns_x, (*options, keeps_low), *tensors[8:]
+        )
         return Boundary(x, y, residual if output is None else state, last, handed)
     if output is not None:
         state = None if residual is None else residual + output
