@@ -13,53 +13,26 @@ from __future__ import annotations
 import argparse
 import cProfile
 import pstats
+import sys
 import timeit
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from depthroute.ops import backends
+root = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(root), str(root / "src")]
+
+from depthroute.ops import backends  # noqa: E402
 
 TOKENS, WIDTH, SOURCES = 64, 768, 4
 
 
-class NoLauncher:
-    def __init__(self, src, metadata) -> None:
-        pass
-
-    def __call__(self, *args) -> None:
-        pass
-
-
-class NoUtils:
-    def load_binary(self, name, kernel, shared, device):
-        return 1, 1, 32, 0, 1024
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
-
-
-class NoDriver:
-    """Names a Hopper target and launches nothing."""
-
-    launcher_cls, utils = NoLauncher, NoUtils()
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def pretend() -> None:
+    from tests.kernels.hopper import HopperDriver
     from triton.runtime import driver
 
-    driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
+    driver.set_active(HopperDriver())  # pyright: ignore[reportArgumentType]
     backends.INTERPRETS = True  # lets CPU tensors through to the launchers
 
 
