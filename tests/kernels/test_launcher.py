@@ -175,7 +175,7 @@ def test_boundaries_of_every_kind_launch_what_triton_would(asked):
 
 def attention(
     layers=2, batch=2, tokens=3, heads=2, ratio=2, width=16, value=None, dtype=bf16, query=None,
-    transposed=True, aligned=True,
+    transposed=True, aligned=True, values_dtype=None,
 ):  # fmt: skip
     value = value or width
 
@@ -188,7 +188,7 @@ def attention(
 
     q = draw(heads * ratio, width, query or dtype)
     keys = [draw(heads, width, dtype) for _ in range(layers)]
-    values = [draw(heads, value, dtype) for _ in range(layers)]
+    values = [draw(heads, value, values_dtype or dtype) for _ in range(layers)]
     out, *kept = ns.depth_attention_mix_triton.default(q, keys, values, 0.5)
     grad = out.clone()
     ns.depth_attention_mix_triton_backward.default(grad, q, keys, values, *kept, 0.5)
@@ -200,7 +200,9 @@ ATTENTION = [
     *({"tokens": n} for n in (1, 2, 16)),
     *({"width": n} for n in (1, 8, 24, 64)),
     *({"width": w, "transposed": t, "tokens": n} for w, t, n in [(8, False, 1), (8, False, 2)]),
+    {"width": 1, "tokens": 1},  # strides of 1
     *({"value": n} for n in (8, 24, 32)),
+    *({"layers": n, "values_dtype": d} for n in (2, 9) for d in (fp16, fp32)),
     *({"dtype": d} for d in (fp16, fp32)),
     *({"query": d} for d in (fp16, fp32)),
     *({"heads": 1, "ratio": n, "tokens": 1} for n in (1, 2)),
