@@ -220,6 +220,7 @@ class GroupCase:
     heads: int = 1
     dtype: torch.dtype = torch.bfloat16
     head_norm: str = "full"
+    output_dtype: torch.dtype = torch.float32
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         made = {
@@ -236,15 +237,18 @@ class GroupCase:
         function = reference.depth_mix_group if backend is None else ops.depth_mix_group
         options: dict = {"heads": self.heads, "head_norm": self.head_norm}
         if backend is not None:
-            options["backend"] = backend
-        return function(sources, given["queries"], given["key weights"], **options)
+            options |= {"backend": backend, "dtype": self.output_dtype}
+        outputs, lse = function(sources, given["queries"], given["key weights"], **options)
+        if outputs.dtype == torch.float32:
+            outputs = outputs.to(self.output_dtype)
+        return outputs, lse
 
     def check(self, device: str) -> None:
         torch.manual_seed(0)
         inputs = self.inputs(device)
         grads = [
-            torch.randn(self.queries, self.tokens, last, device=device)
-            for last in (self.width, self.heads)
+            torch.randn(self.queries, self.tokens, last, device=device).to(dtype)
+            for last, dtype in ((self.width, self.output_dtype), (self.heads, torch.float32))
         ]
 
         def definition(**given: Tensor) -> Sequence[Tensor]:

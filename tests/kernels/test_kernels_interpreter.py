@@ -129,6 +129,10 @@ GROUP = [
     GroupCase(5, 3, 4, 96, heads=3, head_norm="slice"),
     GroupCase(2, 2, 2, 1000, dtype=fp16),
     GroupCase(2, 6, 2, 384),
+    GroupCase(3, 2, 18, 96, output_dtype=bf16),
+    GroupCase(17, 5, 4, 1000, output_dtype=bf16),
+    GroupCase(1, 17, 3, 24, output_dtype=bf16),
+    GroupCase(70, 2, 2, 48, output_dtype=bf16),
 ]
 
 
