@@ -401,6 +401,9 @@ def _evaluation(config: RoutingConfig, plan: Plan) -> tuple[int | None, str]:
     costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
     if config.evaluation == "two_phase":
         return group, f"two phases in groups of {group}: asked for; {costs}"
+    if plan.heads > 1:
+        # its kernels without tensor cores are far from the memory's limit (docs/kernels.md)
+        return None, f"one pass: phase 1 is fast with one head only, and there are {plan.heads}"
     if grouped < TWO_PHASE_PAYS * single:
         return group, f"two phases in groups of {group}: {costs}"
     return None, f"one pass: two phases in groups of {group} would take {costs}"

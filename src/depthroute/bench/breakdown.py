@@ -28,7 +28,7 @@ WORDS = {
 """Of a name in lower case, the first group with a word in it; :data:`OURS` comes before them all.
 ``inductor`` is what the compiler fused: norms, activations, additions."""
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-TOP = 15
+TOP = 40
 WARM = 2
 
 
