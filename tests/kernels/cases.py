@@ -258,9 +258,7 @@ class GroupCase:
         ]
         if self.carried:
             shape = self.tokens, self.width
-            grads += [
-                torch.randn(shape, device=device).to(self.dtype) for _ in range(self.sources)
-            ]
+            grads += [torch.randn(shape, device=device).to(self.dtype) for _ in range(self.sources)]
 
         def definition(**given: Tensor) -> Sequence[Tensor]:
             return self.call(None, **given)

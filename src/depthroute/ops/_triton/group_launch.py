@@ -1,5 +1,6 @@
-"""Launches of the phase-1 kernels: on tensor cores where they compute the same (``group_dot``), else
-on plain ones (``group``). Forward and backward choose apart; what is saved has one layout."""
+"""Launches of the phase-1 kernels: on tensor cores where all that enters a product is bf16
+(``group_dot``), else on plain ones (``group``). Forward and backward choose apart, since what is
+saved has one layout."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ import triton
 from torch import Tensor
 
 from depthroute.ops._triton import layout
+from depthroute.ops._triton.group import (
+    group_coefficients_kernel,
+    group_forward_kernel,
+    group_gradients_kernel,
+    group_scores_kernel,
+)
 from depthroute.ops._triton.group_dot import (
     group_logits_kernel,
     group_outputs_kernel,
     group_products_kernel,
     group_sources_kernel,
     group_weights_kernel,
-)
-from depthroute.ops._triton.group import (
-    group_coefficients_kernel,
-    group_forward_kernel,
-    group_gradients_kernel,
-    group_scores_kernel,
 )
 
 
