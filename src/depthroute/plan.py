@@ -401,6 +401,9 @@ def _evaluation(config: RoutingConfig, plan: Plan) -> tuple[int | None, str]:
     costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
     if config.evaluation == "two_phase":
         return group, f"two phases in groups of {group}: asked for; {costs}"
+    if plan.heads > 1:
+        # its kernels without tensor cores are far from the memory's limit (docs/kernels.md)
+        return None, f"one pass: phase 1 is fast with one head only, and there are {plan.heads}"
     if grouped < TWO_PHASE_PAYS * single:
         return group, f"two phases in groups of {group}: {costs}"
     return None, f"one pass: two phases in groups of {group} would take {costs}"
@@ -417,7 +420,7 @@ def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels. One pass over S sources: S + 2 forward, 3S + 2
-    backward. Two phases with E newer sources: (5S)/G + 3 in phase 1, 4E + 6 in phase 2.
+    backward. Two phases with E newer sources: (6S)/G + 5 in phase 1, 4E + 6 in phase 2.
     """
     count = plan.num_sublayers
     average = sum(plan.num_sources(i) for i in range(count)) / count
@@ -429,6 +432,6 @@ def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
             start = i - i % size
             finished += plan.num_finished(start)
             newer += plan.num_sources(i) - plan.num_finished(start)
-        costs[size] = 5 * finished / count / size + 4 * newer / count + 9
+        costs[size] = 6 * finished / count / size + 4 * newer / count + 11
     best = min(costs, key=lambda size: costs[size])
     return best, costs[best], 4 * average + 4

@@ -97,6 +97,15 @@ def test_hovering_a_chart_shows_the_values_there(page, figure):
     assert not tip.is_visible()
 
 
+def test_hovering_a_bar_shows_the_speed_in_full(page):
+    group = page.data["hover"]["cost"]["bars"][0]
+    x, y, width, height = group["boxes"][0]
+    tip = point_at(page, "#cost", x + width / 2, y + height / 2)
+    rate = page.data["series"][group["series"][0]]["cost"]["tokens_per_second"]
+    assert f"{rate:,.0f}" in tip.text_content()
+    page.mouse.move(2, 2)
+
+
 def test_hovering_a_cell_shows_its_weight_for_every_method(page):
     tabs = page.locator(".tabs button")
     for number in range(tabs.count()):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from depthroute.bench import gate, step
+from depthroute.bench import decode, gate, step, turns
 from depthroute.errors import DepthrouteError
 
 TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
@@ -43,20 +43,22 @@ def test_a_step_is_measured_relative_to_standard(depthroute, tmp_path):
     assert saved["settings"]["batch_size"] == 2 and saved["settings"]["dtype"] == "float32"
     assert 0 < saved["gate"]["worst_ratio"] <= gate.BUDGET
     rows = {row["method"]: row for row in saved["rows"]}
-    assert list(rows) == ["standard", "delta-block:num_blocks=2", step.AGAIN]
+    assert list(rows) == ["standard", "delta-block:num_blocks=2"]
     assert rows["standard"]["relative_speed"] == 1.0
     routed = rows["delta-block:num_blocks=2"]
     assert routed["relative_speed"] == pytest.approx(rows["standard"]["ms"] / routed["ms"])
-    assert routed["steps"] == 2 and routed["peak_gb"] is None
+    assert routed["paired"] and routed["standard"]["ms"] == rows["standard"]["ms"]
+    first, third = routed["relative_speed_quartiles"]
+    assert first <= third and f"({first:.3f} to {third:.3f})" in err
+    assert routed["steps"] == 2 and routed["peak_gb"] is None and "idle_ms" not in routed
+    assert routed["breakdown"]["window"] == list(rows)
     assert routed["ran"]["depth_mix, torch"] > 0 and rows["standard"]["ran"] == {}
     assert routed["breakdown"]["by_category_ms"]["depthroute"] > 0
     assert "depthroute" not in rows["standard"]["breakdown"]["by_category_ms"]
 
 
 def test_json_is_alone_on_standard_output(depthroute):
-    status, out, err = depthroute(
-        "bench", "step", *SHORT, "--methods", "standard", "--once", "--json"
-    )
+    status, out, err = depthroute("bench", "step", *SHORT, "--methods", "standard", "--json")
     assert status == 0, err
     assert [row["method"] for row in json.loads(out)["rows"]] == ["standard"]
     assert "warm-up" in err
@@ -71,13 +73,33 @@ def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monke
         return build(settings, routing)
 
     monkeypatch.setattr(step, "build", fails_for_delta)
-    methods = ["--methods", "standard,delta,depth-attention", "--once", "--json"]
+    methods = ["--methods", "standard,delta,depth-attention", "--json"]
     status, out, err = depthroute("bench", "step", *SHORT, *methods)
     assert status == 1
     saved = json.loads(out)
     assert saved["failures"] == ["delta: RuntimeError: out of memory"]
     assert "FAILED delta" in err
     assert [("ms" in row) for row in saved["rows"]] == [True, False, True]
+
+
+def test_in_pairs_standard_is_made_once_and_each_method_once(depthroute, monkeypatch):
+    made = []
+
+    class Counted(step.Trainer):
+        def __init__(self, settings, label, routing):
+            made.append(label)
+            super().__init__(settings, label, routing)
+
+    monkeypatch.setattr(step, "Trainer", Counted)
+    monkeypatch.setattr(turns, "groups", lambda jobs, device: [[jobs[0], j] for j in jobs[1:]])
+    methods = "standard,delta,depth-attention"
+    status, out, err = depthroute("bench", "step", *SHORT, "--methods", methods, "--json")
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    assert [row["method"] for row in rows] == made == methods.split(",")
+    assert [row.get("paired") for row in rows] == [None, True, True]
+    for row in rows[1:]:
+        assert row["relative_speed"] == pytest.approx(row["standard"]["ms"] / row["ms"])
 
 
 def test_a_wrong_operator_is_not_timed(depthroute, monkeypatch):
@@ -97,7 +119,7 @@ def test_one_token_is_decoded_with_the_same_cache(depthroute):
     )
     assert status == 0, err
     rows = json.loads(out)["rows"]
-    assert [row["method"] for row in rows][-1] == step.AGAIN
+    assert [row["method"] for row in rows][-1] == decode.AGAIN
     assert all(row["same_cache"] and row["ms"] > 0 for row in rows)
 
 
@@ -118,7 +140,7 @@ def test_mistakes_are_one_line(depthroute):
 def test_what_other_processes_compiled_is_not_compiled_again(depthroute, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     arguments = ["bench", "step", "--device", "cpu", "--preset", "tiny", "--layers", "2"]
-    arguments += ["--methods", "standard,delta", "--steps", "1", "--once", "--json"]
+    arguments += ["--methods", "standard,delta", "--steps", "1", "--json"]
     status, out, err = depthroute(*arguments, "--precompile", "2")
     assert status == 0, err
     saved = json.loads(out)

@@ -114,6 +114,13 @@ def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
         GroupCase(9, 5, 31, 1000, dtype=fp32),
         GroupCase(9, 5, 31, 1000, dtype=fp16),
         GroupCase(9, 8, 1, 1024),
+        GroupCase(1, 1, 15, 96, output_dtype=bf16),
+        GroupCase(9, 8, 257, 1024, output_dtype=bf16),
+        GroupCase(28, 10, 129, 1024, output_dtype=bf16, carried=True),
+        GroupCase(57, 16, 63, 4096, output_dtype=bf16, carried=True),
+        GroupCase(129, 17, 31, 1000, output_dtype=bf16, carried=True),
+        GroupCase(33, 8, 31, 7168, output_dtype=bf16),
+        GroupCase(9, 8, 1, 1024, output_dtype=bf16),
     ],
     ids=str,
 )

@@ -220,6 +220,8 @@ class GroupCase:
     heads: int = 1
     dtype: torch.dtype = torch.bfloat16
     head_norm: str = "full"
+    output_dtype: torch.dtype = torch.float32
+    carried: bool = False
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         made = {
@@ -233,19 +235,30 @@ class GroupCase:
 
     def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
         sources = [given[f"source {n}"] for n in range(self.sources)]
-        function = reference.depth_mix_group if backend is None else ops.depth_mix_group
+        arguments = sources, given["queries"], given["key weights"]
         options: dict = {"heads": self.heads, "head_norm": self.head_norm}
-        if backend is not None:
-            options["backend"] = backend
-        return function(sources, given["queries"], given["key weights"], **options)
+        handed = sources if self.carried else []
+        if backend is None:
+            outputs, lse = reference.depth_mix_group(*arguments, **options)
+            if outputs.dtype == torch.float32:
+                outputs = outputs.to(self.output_dtype)
+            return outputs, lse, *handed
+        options |= {"backend": backend, "dtype": self.output_dtype}
+        if self.carried:
+            outputs, lse, handed = ops.depth_mix_group_carried(*arguments, **options)
+            return outputs, lse, *handed
+        return ops.depth_mix_group(*arguments, **options)
 
     def check(self, device: str) -> None:
         torch.manual_seed(0)
         inputs = self.inputs(device)
         grads = [
-            torch.randn(self.queries, self.tokens, last, device=device)
-            for last in (self.width, self.heads)
+            torch.randn(self.queries, self.tokens, last, device=device).to(dtype)
+            for last, dtype in ((self.width, self.output_dtype), (self.heads, torch.float32))
         ]
+        if self.carried:
+            shape = self.tokens, self.width
+            grads += [torch.randn(shape, device=device).to(self.dtype) for _ in range(self.sources)]
 
         def definition(**given: Tensor) -> Sequence[Tensor]:
             return self.call(None, **given)

@@ -26,6 +26,8 @@ CASES = [
     BoundaryCase(3, 3, 1024),
     BoundaryCase(4, 3, 7168, reads_last=False),
     GroupCase(9, 8, 3, 1024),
+    GroupCase(28, 10, 3, 1024, output_dtype=torch.bfloat16),
+    GroupCase(70, 17, 3, 1000, output_dtype=torch.bfloat16, carried=True),
     GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
     AttentionCase(3, 1, 3, 4, 2, 64),
     AttentionCase(9, 1, 3, 4, 2, 64),

@@ -125,10 +125,14 @@ def test_sums_of_rows_in_any_layout_are_written_in_order(resident, monkeypatch):
 
 GROUP = [
     GroupCase(3, 1, 3, 96, dtype=fp32),
-    GroupCase(3, 5, 3, 96, heads=4),
+    GroupCase(3, 5, 3, 96, heads=4, carried=True),
     GroupCase(5, 3, 4, 96, heads=3, head_norm="slice"),
     GroupCase(2, 2, 2, 1000, dtype=fp16),
     GroupCase(2, 6, 2, 384),
+    GroupCase(3, 2, 18, 96, output_dtype=bf16),
+    GroupCase(17, 5, 4, 1000, output_dtype=bf16, carried=True),
+    GroupCase(1, 17, 3, 24, output_dtype=bf16),
+    GroupCase(70, 2, 2, 48, output_dtype=bf16),
 ]
 
 

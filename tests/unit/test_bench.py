@@ -1,6 +1,7 @@
 """Measurements: what is right is timed, what is wrong is not, and what is kept can be read."""
 
 import json
+import os
 import sys
 import types
 
@@ -10,7 +11,7 @@ import torch
 from depthroute import ops
 from depthroute.bench import breakdown, gate, operators, path, peers, precompile, timing, tuning
 from depthroute.bench.record import Record, write_json
-from depthroute.bench.step import AGAIN, jobs
+from depthroute.bench.step import jobs
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.ops import reference
 from depthroute.train import compiler
@@ -172,6 +173,68 @@ def test_ours_failing_fails_the_run_and_a_peer_does_not(monkeypatch):
     assert len(bad["failures"]) == 2
 
 
+def test_a_limit_costs_shapes_and_no_peer_all_of_them(monkeypatch, tmp_path):
+    clock = [0.0]
+    monkeypatch.setattr(operators.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
+    monkeypatch.setattr(operators, "num_tokens", lambda sources: 8)
+    out, saved = tmp_path / "ops.json", []
+
+    def measure(contender, sources, *rest):
+        clock[0] += 10
+        saved.append(len(json.loads(out.read_text())["rows"]))
+        return {"status": "wrong" if contender.name == "one" else "refused", "reason": "-"}
+
+    monkeypatch.setattr(operators, "measure", measure)
+    names = ["one", "depthroute", "other"]
+    pairs = {"tuned_for": lambda sources: sources // 2}
+    makers = {n: (None, lambda n=n: peers.Contender(n, None, None, **pairs)) for n in names}
+    monkeypatch.setattr(peers, "MAKERS", makers)
+    record = Record("ops", {}, out, say=quiet)
+    shapes = [(2, 16), (3, 16), (4, 16)]
+    operators.run(
+        record, CPU, shapes=shapes[:1], peer_shapes=shapes, names=["one", "other"], seconds=45
+    )
+    assert [(r["who"], r["S"], r["status"]) for r in record.rows] == [
+        ("depthroute", 2, "refused"),
+        ("one", 2, "wrong"),
+        ("other", 2, "refused"),
+        ("one", 3, "wrong"),
+        ("other", 3, "refused"),
+        ("one", 4, "not reached"),
+        ("other", 4, "not reached"),
+    ]
+    assert saved == [0, 1, 2, 3, 4], "every row was on disk before the next was begun"
+    tuned = [r.get("tuned_at_sources") for r in record.rows]
+    assert tuned == [None, None, None, 2, None, None, None], "one of 3 used what 2 had found"
+    assert [r.get("seconds") for r in record.rows] == [10] * 5 + [None] * 2
+
+
+def test_the_shapes_of_a_slow_peer_are_compiled_side_by_side():
+    rows = [[name, sources, 64] for sources in (2, 3) for name in ("slow", "quick")]
+    assert precompile.dealt(rows, 2) == [
+        [["slow", 2, 64], ["quick", 2, 64]],
+        [["slow", 3, 64], ["quick", 3, 64]],
+    ]
+    assert len(precompile.dealt(rows, 9)) == 4
+
+
+def test_compiling_ends_in_time_and_leaves_no_tuned_settings(monkeypatch):
+    asked = []
+
+    def run(command, *, env, timeout, **rest):
+        asked.append((env, timeout))
+        raise precompile.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(precompile.subprocess, "run", run)
+    monkeypatch.setenv("FLA_CACHE_RESULTS", "1")
+    said = []
+    (result,) = precompile.operators([["fla", 5, 64]], 1, said.append, 7.0)
+    ((environment, timeout),) = asked
+    assert timeout == 7.0 and result["error"] == "ended after 7 s" and "ended after 7 s" in said[0]
+    assert {environment[name] for name in peers.TUNED_ON_DISK} == {"0"}
+
+
 def test_shapes_are_sources_by_width():
     everything = operators.all_shapes()
     assert len(everything) == 20 and operators.parse_shapes("all", everything) == everything
@@ -288,6 +351,16 @@ def test_a_peer_is_called_with_its_own_layout(name, install):
     assert "missing" not in note
 
 
+def test_fla_is_tuned_here_whatever_the_user_chose(install, monkeypatch):
+    module, members = FAKES["fla"]
+    install(module, **members)
+    for name in peers.TUNED_ON_DISK:
+        monkeypatch.setenv(name, "1")
+    found, _ = peers.find(["fla"])
+    assert {os.environ[name] for name in peers.TUNED_ON_DISK} == {"0"}
+    assert [found["fla"].tuned_for(s) for s in (5, 9, 33, 57)] == [8, 16, 64, 64]
+
+
 def test_a_peer_that_is_not_there_is_named_with_the_reason(monkeypatch):
     for module in ("fla", "liger_kernel", "flash_attn_res", "attnres"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -323,12 +396,11 @@ def test_peers_are_named_or_all_or_none():
 # steps, caches, profiles and records
 
 
-def test_everything_is_relative_to_standard_which_comes_first_and_last():
-    labels = [label for label, _ in jobs("standard,delta:num_blocks=2", again=True)]
-    assert labels == ["standard", "delta:num_blocks=2", AGAIN]
-    assert len(jobs("standard", again=False)) == 1
+def test_everything_is_relative_to_standard_which_comes_first():
+    labels = [label for label, _ in jobs("standard,delta:num_blocks=2")]
+    assert labels == ["standard", "delta:num_blocks=2"]
     with pytest.raises(ConfigError, match="must begin with standard"):
-        jobs("delta,standard", again=False)
+        jobs("delta,standard")
 
 
 def test_an_edit_of_the_source_is_another_cache(monkeypatch, tmp_path):
@@ -392,6 +464,41 @@ def test_a_breakdown_adds_up():
     assert found["depthroute"]["_EagerMix"]["count"] == 1
     assert "_EagerMix" in breakdown.line(found)
     assert json.dumps(found)
+
+
+def trace_event(start, length, category="kernel", name="nvjet"):
+    return {"name": name, "cat": category, "ts": start, "dur": length}
+
+
+def test_a_gpu_is_busy_once_where_streams_overlap():
+    events = [
+        trace_event(5000, 1000),
+        trace_event(0, 2000),
+        trace_event(500, 500),  # inside the first
+        trace_event(1500, 1000, "gpu_memcpy", "Memcpy DtoD"),  # half beside it
+        trace_event(0, 9000, "cpu_op", "aten::mm"),
+        {"name": "a mark", "cat": "kernel", "ts": 7000},
+    ]
+    found = breakdown.of_trace(events)
+    assert found["total_ms"] == pytest.approx(4.5)
+    assert found["busy_ms"] == pytest.approx(3.5)
+    assert breakdown.covered([]) == 0
+    said = breakdown.line(found, "standard beside it: ", 5.0, 1.5)
+    assert "standard beside it: kernels 4.50 ms, idle 1.50 of 5.00 ms (30%): GEMM" in said
+
+
+def test_what_runs_before_a_profiled_step_is_not_in_its_breakdown():
+    sources, ran = [torch.randn(8, 16) for _ in range(3)], []
+
+    def before():
+        ran.append("before")
+        torch.relu(sources[0])
+
+    found = breakdown.of(lambda: ops.depth_mix(sources, torch.randn(16)), CPU, before)
+    assert ran == ["before"] * breakdown.WARM
+    assert not any("relu" in kernel["name"] for kernel in found["longest"])
+    assert not any("ProfilerStep" in kernel["name"] for kernel in found["longest"])
+    assert found["depthroute"]["_EagerMix"]["count"] == 1
 
 
 def test_a_record_is_whole_after_every_row(tmp_path):

@@ -223,12 +223,15 @@ def test_a_model_without_layers_is_refused():
 
 def test_a_plan_says_how_it_evaluates_and_why():
     asked = plan(8, method="delta", evaluation="two_phase")
-    assert asked.group_size == 5 and "asked for" in asked.reason
+    assert asked.group_size == 6 and "asked for" in asked.reason
     blocks = plan(8, method="attnres", block_size=4, evaluation="two_phase")
     assert blocks.group_size == 4 and "passes a sublayer" in blocks.reason
     assert plan(28, method="attnres", num_blocks=8).group_size is None
     deep = plan(28, method="delta")
-    assert deep.group_size == 9 and "two phases in groups of 9: about 38 passes" in deep.reason
+    assert deep.group_size == 10 and "two phases in groups of 10: about 43 passes" in deep.reason
+    several = plan(28, method="delta", heads=4)
+    assert several.group_size is None and "one head only" in several.reason
+    assert plan(28, method="delta", heads=4, evaluation="two_phase").group_size == 10
     shallow = plan(28, method="delta", num_blocks=4)
     assert shallow.group_size is None and "one pass: two phases" in shallow.reason
     single = plan(8, method="delta", evaluation="one_pass")

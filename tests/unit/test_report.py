@@ -199,6 +199,31 @@ def test_the_command_writes_the_page_and_the_figures(depthroute, tmp_path):
     assert names == {"curves.svg", "map-1.svg", "sharpness.svg", "magnitudes.svg", "cost.svg"}
 
 
+def test_one_seed_is_said_and_no_spread_is_spoken_of(tmp_path):
+    one = write_run(tmp_path / "one", ("standard", "delta"), seeds=(0,))
+    two = write_run(tmp_path / "two", ("standard", "delta"), seeds=(0, 1))
+    write_report([one], tmp_path / "one.html")
+    write_report([two], tmp_path / "two.html")
+    pages = [(tmp_path / name).read_text().split("<script")[0] for name in ("one.html", "two.html")]
+    said = [" ".join(re.findall(r"<p>(.*?)</p>", page)) for page in pages]
+    assert "one seed" in said[0] and "no band" in said[0] and "±" not in said[0]
+    assert "± is the sample" in said[1] and "one seed" not in said[1].lower()
+    assert not any("{seeds}" in page for page in pages)
+
+
+def test_the_loss_charts_share_their_axis_from_the_start_of_training(tmp_path):
+    run = write_run(tmp_path / "run", ("standard", "delta"))  # first validated at step 10 of 40
+    drawn = next(f for f in figures(collect([run])) if f.name == "curves")
+    assert [f["x_range"] for f in drawn.hover["facets"]] == [[0, 40 * 64]] * 3
+
+
+def test_large_counts_among_the_settings_have_separators(tmp_path):
+    run = write_run(tmp_path / "run", ("standard",))
+    edit(run / "config.json", lambda c: c | {"data": c["data"] | {"train_tokens": 54265304}})
+    write_report([run], tmp_path / "page.html")
+    assert "<td>54,265,304</td>" in (tmp_path / "page.html").read_text()
+
+
 def test_shades_and_ticks():
     assert level_of(0) == 0 and level_of(1) == LEVELS - 1
     levels = [level_of(w / 100) for w in range(101)]
@@ -207,6 +232,7 @@ def test_shades_and_ticks():
     assert nice_ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert nice_ticks(3, 3) == [3]
     assert log_ticks(0.5, 20) == pytest.approx([0.5, 1, 2, 5, 10, 20])
+    assert log_ticks(0.15, 0.9) == pytest.approx([0.2, 0.3, 0.5, 0.7])  # 0.2 and 0.5 say too little
     names = ("embedding", "layers.3.attention", "layers.3.mlp", "block.2", "partial", "layers.4")
     assert [short_name(n) for n in names] == ["E", "3a", "3m", "b2", "now", "4"]
 

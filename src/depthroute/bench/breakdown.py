@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 import tempfile
 from collections import defaultdict
@@ -27,7 +28,8 @@ WORDS = {
 """Of a name in lower case, the first group with a word in it; :data:`OURS` comes before them all.
 ``inductor`` is what the compiler fused: norms, activations, additions."""
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-TOP = 15
+TOP = 40
+WARM = 2
 
 
 @cache
@@ -62,25 +64,52 @@ def category(name: str) -> str:
     return "other"
 
 
-def of(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """One step under the profiler; milliseconds by category and the longest names."""
-    from torch.profiler import ProfilerActivity, profile
+def of(
+    step: Callable[[], object],
+    device: torch.device,
+    before: Callable[[], object] | None = None,
+) -> dict[str, Any]:
+    """One step under the profiler; milliseconds by category and the longest names.
 
+    ``before`` is run first, :data:`WARM` times while the profiler warms up as well: it is slow to
+    start, and a GPU that has rested meanwhile is faster than one at work.
+    """
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    phases = schedule(wait=0, warmup=WARM, active=1, repeat=1)
+    with profile(activities=activities, schedule=phases, acc_events=True) as profiler:
+        for call in (*[before or step] * WARM, step):
+            call()
+            if device.type == "cuda":  # all of it inside its own phase
+                torch.cuda.synchronize(device)
+            profiler.step()
     if device.type != "cuda":
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            step()
-        averages = profiler.key_averages()
+        averages = [e for e in profiler.key_averages() if not e.key.startswith("ProfilerStep")]
         return summarise((e.key, e.self_cpu_time_total / 1e3, e.count) for e in averages)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        step()
-        torch.cuda.synchronize(device)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return summarise(
-        (e["name"], e["dur"] / 1e3, 1) for e in events if e.get("cat") in GPU_EVENTS and "dur" in e
-    )
+    return of_trace(events)
+
+
+def of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of a trace's events those of the GPU; ``busy_ms`` counts what overlaps once."""
+    kernels = [e for e in events if e.get("cat") in GPU_EVENTS and "dur" in e]
+    found = summarise((e["name"], e["dur"] / 1e3, 1) for e in kernels)
+    return found | {"busy_ms": covered((e["ts"], e["ts"] + e["dur"]) for e in kernels) / 1e3}
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union: streams run beside each other."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def summarise(events: Iterable[tuple[str, float, int]]) -> dict[str, Any]:
@@ -107,9 +136,14 @@ def summarise(events: Iterable[tuple[str, float, int]]) -> dict[str, Any]:
     }
 
 
-def line(found: dict[str, Any]) -> str:
+def line(
+    found: dict[str, Any], of: str = "", step_ms: float = 0.0, idle_ms: float | None = None
+) -> str:
     parts = [f"{name} {ms:.2f}" for name, ms in found["by_category_ms"].items()]
-    text = f"    kernels {found['total_ms']:.2f} ms: {', '.join(parts)}"
+    idle = "" if idle_ms is None else f", idle {idle_ms:.2f} of {step_ms:.2f} ms"
+    if idle_ms is not None and step_ms > 0:
+        idle += f" ({idle_ms / step_ms:.0%})"
+    text = f"    {of}kernels {found['total_ms']:.2f} ms{idle}: {', '.join(parts)}"
     if found[OURS]:
         ours = [f"{k} {v['ms']:.2f} ms in {v['count']:.0f}" for k, v in found[OURS].items()]
         text += f"\n    depthroute: {', '.join(ours)}"

@@ -18,6 +18,8 @@ from depthroute.errors import ConfigError
 
 SOURCES = (5, 9, 17, 33, 57)
 WIDTHS = (1024, 2048, 4096, 7168)
+PRECOMPILE_SHARE = 0.5
+"""Of the time limit; what is not compiled by then is compiled when it is measured."""
 
 Shape = tuple[int, int]
 """Sources and width."""
@@ -57,34 +59,40 @@ def run(
     seconds: float,
     num_processes: int = 0,
 ) -> None:
-    """This library on every shape first, then the peers, so that a limit costs the peers."""
+    """This library on every shape first, then shape by shape every peer, so that a limit costs
+    shapes of all peers and no peer all of its shapes."""
     started = time.monotonic()
     contenders, record.values["contenders"] = peers.find([peers.OURS, *names])
     for note in record.values["contenders"]:
         if "missing" in note:
             record.say(f"{note['name']}: not measured, {note['missing']}")
-    jobs = [
-        (name, shape)
-        for name in contenders
-        for shape in (shapes if name == peers.OURS else peer_shapes)
-    ]
+    jobs = in_order(list(contenders), shapes, peer_shapes)
     if num_processes > 0:
         wanted = [[n, *shape] for n, shape in jobs if n != "torch.compile"]
-        record.values["precompiled"] = precompile.operators(wanted, num_processes, record.say)
+        record.values["precompiled"] = precompile.operators(
+            wanted, num_processes, record.say, seconds * PRECOMPILE_SHARE
+        )
     ceiling = record.values["ceiling"] = timing.copy_ceiling(device)
     record.say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
+    tuned: dict[tuple[str, int, int], int] = {}
     for name, (sources, width) in jobs:
         row: dict[str, Any] = {"who": name, "version": contenders[name].version, "S": sources}
         row |= {"N": num_tokens(sources), "D": width, "stacks": contenders[name].stacks}
         if name != peers.OURS and time.monotonic() - started > seconds:
             row |= {"status": "not reached", "reason": f"--seconds {seconds:g} had passed"}
         else:
+            began = time.monotonic()
             try:
                 row |= measure(contenders[name], sources, row["N"], width, ceiling, device)
             except RuntimeError as error:  # after an error that the device does not survive
                 record.add(row | {"status": "failed", "reason": one_line(error)})
                 record.fail(f"{name}, S {sources} D {width} lost the device: {one_line(error)}")
                 return
+            row["seconds"] = time.monotonic() - began  # tuning and compilation, mostly
+            if row["status"] in ("timed", "wrong"):
+                key = name, contenders[name].tuned_for(sources), width
+                if tuned.setdefault(key, sources) != sources:
+                    row["tuned_at_sources"] = tuned[key]
         record.say(line(row))
         if name == peers.OURS and row["status"] != "timed":
             record.fail(f"S {sources} D {width}: {row['reason']}")
@@ -94,6 +102,13 @@ def run(
             )
         record.add(row)
         timing.forget()
+
+
+def in_order(
+    names: Sequence[str], shapes: Sequence[Shape], peer_shapes: Sequence[Shape]
+) -> list[tuple[str, Shape]]:
+    ours = [(name, shape) for name in names if name == peers.OURS for shape in shapes]
+    return ours + [(n, shape) for shape in peer_shapes for n in names if n != peers.OURS]
 
 
 def measure(

@@ -135,7 +135,6 @@ def measure(
             lambda: residual_path(embedding, queries, gains, how), device
         )
     timing.forget()
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    row["peak_gb"] = timing.peak_gb(device, both, above=before)
+    row["peak_gb"] = timing.peak_gb(device, both)
     row["both_ms"] = timing.median_ms(both, device)
     return row

@@ -29,10 +29,19 @@ REGISTER_TILE = 2**16
 """Elements of one program's tile above which a kernel that keeps all sources in registers spills
 so much that compiling it takes longer than everything else here."""
 COMPILED_SOURCES = 9
+TUNED_ON_DISK = ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")
+"""Switches for keeping the fastest setting that a peer found. They are off, so that each is tuned
+in the process that times it, at that size and with the device to itself: the keys of fla's two
+large kernels do not hold the number of tokens, and what another process had found, beside others
+and with the few tokens that compiling takes, would be used at any size."""
 
 
 def _never(sources: int, tokens: int, width: int) -> str | None:
     return None
+
+
+def _itself(sources: int) -> int:
+    return sources
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Contender:
     """Whether the sources are copied into one tensor first, which its time includes."""
     refuses: Callable[[int, int, int], str | None] = field(default=_never)
     """Why it cannot run a number of sources, tokens and a width; None if it can."""
+    tuned_for: Callable[[int], int] = field(default=_itself)
+    """Numbers of sources with the same value share the settings that the first of them found."""
 
     @property
     def version(self) -> str | None:
@@ -73,8 +84,7 @@ def _compiled() -> Contender:
 
 
 def _fla(level: int) -> Contender:
-    # tuned in this process, which has the device to itself, not by another that shared it
-    os.environ.setdefault("FLA_CACHE_RESULTS", "0")
+    os.environ.update(dict.fromkeys(TUNED_ON_DISK, "0"))  # read when it is imported
     attnres = importlib.import_module("fla.ops.attnres")
 
     def mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
@@ -82,7 +92,8 @@ def _fla(level: int) -> Contender:
             query, sources, _gain(query), rms_eps=EPS, checkpoint_level=level
         )
 
-    return Contender("fla" if level == 1 else f"fla, level {level}", "fla-core", mix)
+    name = "fla" if level == 1 else f"fla, level {level}"
+    return Contender(name, "fla-core", mix, tuned_for=lambda s: max(8, 1 << (s - 1).bit_length()))
 
 
 def _liger() -> Contender:

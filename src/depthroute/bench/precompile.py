@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from depthroute.bench.peers import TUNED_ON_DISK
 from depthroute.bench.record import Say
 from depthroute.train.compiler import use_own_caches
 
@@ -54,22 +55,40 @@ def steps(
     return _in_parallel(tasks, list(methods), num_processes, say)
 
 
-def operators(rows: Sequence[Sequence[Any]], num_processes: int, say: Say) -> list[dict[str, Any]]:
-    """Kernels of (contender, sources, width), dealt out to ``num_processes`` processes."""
-    hands = [list(rows[i::num_processes]) for i in range(num_processes)]
-    hands = [hand for hand in hands if hand]
+def operators(
+    rows: Sequence[Sequence[Any]], num_processes: int, say: Say, seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """Kernels of (contender, sources, width), dealt out to ``num_processes`` processes.
+
+    Those of a peer that tunes itself are compiled in every setting it tries. Processes that take
+    longer than ``seconds`` are ended; what they had compiled by then stays in the cache.
+    """
+    hands = dealt(rows, num_processes)
     tasks = [{"kind": "operators", "rows": hand} for hand in hands]
     labels = [f"{len(hand)} operator shapes" for hand in hands]
-    return _in_parallel(tasks, labels, num_processes, say)
+    return _in_parallel(tasks, labels, num_processes, say, seconds)
+
+
+def dealt(rows: Sequence[Sequence[Any]], num_processes: int) -> list[list[Sequence[Any]]]:
+    """A contender's shapes go to as many processes as possible: some compile a hundred times as
+    long as others."""
+    names = list(dict.fromkeys(row[0] for row in rows))
+    ordered = sorted(rows, key=lambda row: names.index(row[0]))
+    hands = [ordered[i::num_processes] for i in range(num_processes)]
+    return [hand for hand in hands if hand]
 
 
 def _in_parallel(
-    tasks: Sequence[dict[str, Any]], labels: Sequence[str], num_processes: int, say: Say
+    tasks: Sequence[dict[str, Any]],
+    labels: Sequence[str],
+    num_processes: int,
+    say: Say,
+    seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     started = time.perf_counter()
     with ThreadPoolExecutor(num_processes) as pool:
         waiting = [
-            pool.submit(_in_process, task, label, say)
+            pool.submit(_in_process, task, label, say, seconds)
             for task, label in zip(tasks, labels, strict=True)
         ]
         results = [one.result() for one in waiting]
@@ -77,17 +96,26 @@ def _in_parallel(
     return results
 
 
-def _in_process(task: dict[str, Any], label: str, say: Say) -> dict[str, Any]:
+def _in_process(
+    task: dict[str, Any], label: str, say: Say, seconds: float | None = None
+) -> dict[str, Any]:
     """The last line of the process is its result; a failure is reported and costs only time."""
-    environment = os.environ | dict.fromkeys(SWITCHES, "1")
+    environment = os.environ | dict.fromkeys(SWITCHES, "1") | dict.fromkeys(TUNED_ON_DISK, "0")
     paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    done = subprocess.run(
-        [sys.executable, "-m", "depthroute.bench.precompile", json.dumps(task)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "depthroute.bench.precompile", json.dumps(task)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        say(
+            f"precompiling {label} was ended after {seconds:.0f} s; the rest compiles when measured"
+        )
+        return {"what": label, "error": f"ended after {seconds:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         reason = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")

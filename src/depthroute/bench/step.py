@@ -1,15 +1,10 @@
-"""Whole training steps, every method against standard in the same run.
-
-Standard is measured first and again last; the difference between the two is the noise of the run,
-and ratios are what to read. On a CPU the methods take turns, step by step, so that what else the
-machine does hits all of them alike; on a GPU there is memory for one at a time.
-"""
+"""Whole training steps, every method against standard in the same window; see :mod:`.turns`."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,14 +12,14 @@ import torch
 import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
-from depthroute.bench import breakdown, gate, precompile, timing
-from depthroute.bench.record import Record, one_line
+from depthroute.bench import breakdown, gate, precompile, timing, turns
+from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.train.compiler import use_own_caches
-from depthroute.train.methods import BASELINE, parse_method, parse_methods
+from depthroute.train.environment import resident_tensors
+from depthroute.train.methods import BASELINE, parse_methods
 
-AGAIN = "standard, again"
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
 RECOMPILE_LIMIT = 64
@@ -74,7 +69,6 @@ class Trainer:
             self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
         shape = settings.batch_size, settings.sequence_length
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
-        self.times: list[float] = []
 
     def step(self) -> None:
         loss = self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss
@@ -90,27 +84,44 @@ class Trainer:
         timing.synchronise(self.device)
         return time.perf_counter() - started
 
-    def measure(self, repeats: int) -> None:
-        for _ in range(repeats):
-            self.times += timing.each_ms(self.step, self.device, 1)
+    def start(self) -> dict[str, Any]:
+        """Compiled and warm; what that took and what ran."""
+        before = precompile.counts()
+        with ops.record_backends() as ran:
+            seconds = self.warm_up()
+        return {
+            "warmup_s": seconds,
+            "ran": {f"{op}, {backend}": n for (op, backend), n in ran.items()},
+            "compiler_caches": precompile.counts(since=before),
+            "peak_gb": self.peak_gb(),
+        }
 
-    def figures(self) -> dict[str, Any]:
-        milliseconds = statistics.median(self.times)
+    def peak_gb(self) -> float | None:
+        """Of one step: this model, its optimiser and activations, whatever else is resident."""
+        return timing.peak_gb(
+            self.device, self.step, lambda: resident_tensors(self.model, self.optimiser)
+        )
+
+    def timed_step(self) -> float:
+        (milliseconds,) = timing.each_ms(self.step, self.device, 1)
+        return milliseconds
+
+    def figures(self, times: Sequence[float]) -> dict[str, Any]:
+        milliseconds = statistics.median(times)
         return {
             "ms": milliseconds,
             "tokens_per_second": self.ids.numel() / milliseconds * 1e3,
             "evaluation": self.model.plan.reason,
-            "steps": len(self.times),
+            "steps": len(times),
         }
 
 
-def jobs(text: str, *, again: bool) -> list[tuple[str, RoutingConfig]]:
+def jobs(text: str) -> list[turns.Job]:
     """Methods in order, with standard first, since everything is relative to it."""
     methods = parse_methods(text)
     if methods[0].label != BASELINE:
         raise ConfigError(f"--methods must begin with {BASELINE}: the others are relative to it")
-    listed = [(method.label, method.routing) for method in methods]
-    return listed + ([(AGAIN, parse_method(BASELINE).routing)] if again else [])
+    return [(method.label, method.routing) for method in methods]
 
 
 def gate_operators(record: Record, settings: Settings, width: int) -> bool:
@@ -132,81 +143,54 @@ def gate_operators(record: Record, settings: Settings, width: int) -> bool:
 def run(
     record: Record,
     settings: Settings,
-    methods: Sequence[tuple[str, RoutingConfig]],
+    methods: Sequence[turns.Job],
     *,
     steps: int,
     num_processes: int = 0,
     profile: bool = False,
 ) -> None:
-    device = torch.device(settings.device)
     width = presets.get(settings.preset).model["hidden_size"]
     if not gate_operators(record, settings, width):
         return
     if not settings.eager:
         record.values["caches"] = use_own_caches()
         if num_processes > 0:
-            names = [label for label, _ in methods if label != AGAIN]
+            names = [label for label, _ in methods]
             record.values["precompiled"] = precompile.steps(
                 settings.to_dict(), names, num_processes, record.say
             )
-    groups = [list(methods)] if device.type == "cpu" else [[job] for job in methods]
-    for group in groups:
-        timing.forget()
-        with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
-            for row in measured(group, settings, steps, profile):
+    timing.forget()
+    measured = turns.Turns(
+        lambda label, routing: Trainer(settings, label, routing), steps, profile=profile
+    )
+    with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
+        for group in turns.groups(methods, torch.device(settings.device)):
+            for row in measured.rows(group):
                 finish(row, record)
 
 
-def measured(
-    group: Sequence[tuple[str, RoutingConfig]], settings: Settings, steps: int, profile: bool
-) -> Iterator[dict[str, Any]]:
-    """A row for every method of a group; they take turns if there are several."""
-    rows: dict[str, dict[str, Any]] = {label: {"method": label} for label, _ in group}
-    trainers: list[Trainer] = []
-    for label, routing in group:
-        try:
-            trainer = Trainer(settings, label, routing)
-            before = precompile.counts()
-            with ops.record_backends() as ran:
-                rows[label]["warmup_s"] = trainer.warm_up()
-            rows[label]["ran"] = {f"{op}, {backend}": n for (op, backend), n in ran.items()}
-            rows[label]["compiler_caches"] = precompile.counts(since=before)
-            rows[label]["peak_gb"] = timing.peak_gb(trainer.device, trainer.step)
-            trainers.append(trainer)
-        except Exception as error:
-            rows[label]["error"] = one_line(error, 600)
-    for _ in range(steps):
-        for trainer in trainers:
-            trainer.measure(1)
-    for trainer in trainers:
-        rows[trainer.label] |= trainer.figures()
-        if profile:
-            rows[trainer.label]["breakdown"] = breakdown.of(trainer.step, trainer.device)
-    yield from rows.values()
-
-
 def finish(row: dict[str, Any], record: Record) -> None:
-    """Relative to standard, said and saved."""
+    """Saved, then said."""
+    record.add(row)
     if "error" in row:
         record.fail(f"{row['method']}: {row['error']}")
-        record.add(row)
         return
-    base = next((r for r in record.rows if r["method"] == BASELINE and "ms" in r), None)
-    base = row if row["method"] == BASELINE else base
-    if base is not None:
-        row["relative_speed"] = base["ms"] / row["ms"]
-        if row["peak_gb"] is not None:
-            row["relative_memory"] = row["peak_gb"] / base["peak_gb"] - 1
-    record.add(row)
     record.say(line(row))
-    if "breakdown" in row:
-        record.say(breakdown.line(row["breakdown"]))
+    for of, found in (("", row), ("standard beside it: ", row.get(BASELINE, {}))):
+        if "breakdown" in found:
+            record.say(breakdown.line(found["breakdown"], of, found["ms"], found.get("idle_ms")))
+    if "breakdown_error" in row:
+        record.say(f"    no breakdown: {row['breakdown_error']}")
 
 
 def line(row: dict[str, Any]) -> str:
     text = f"{row['method']:<28} {row['ms']:9.3f} ms"
     if "relative_speed" in row:
         text += f"  x{row['relative_speed']:.3f}"
+    if "relative_speed_quartiles" in row:
+        text += " ({:.3f} to {:.3f})".format(*row["relative_speed_quartiles"])
+    if BASELINE in row:
+        text += f" of {row[BASELINE]['ms']:.3f} ms" + ("" if row["paired"] else ", not paired")
     text += f"  {row['tokens_per_second'] / 1e3:.1f} ktok/s"
     if row.get("peak_gb") is not None:
         text += f"  {row['peak_gb']:.2f} GB"

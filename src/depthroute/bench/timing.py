@@ -11,13 +11,15 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from depthroute.errors import DepthrouteError
+from depthroute.train.environment import MemoryMeter
 
 READS_OVER_COPIES = 1.12
 """Mostly reading is faster than copying, which also turns the bus around: the datasheet's 4.8 TB/s
@@ -123,12 +125,17 @@ def fraction(num_bytes: float, milliseconds: float, ceiling: float) -> float:
     return num_bytes / (milliseconds / 1e3) / ceiling
 
 
-def forget() -> None:
-    """Return what the last measurement held: graphs, models, cached blocks, compiled code."""
-    torch._dynamo.reset()
+def release() -> None:
+    """Return the memory of what nothing refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def forget() -> None:
+    """Return what the last measurement held: graphs, models, cached blocks, compiled code."""
+    torch._dynamo.reset()
+    release()
 
 
 def synchronise(device: torch.device) -> None:
@@ -136,12 +143,15 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_gb(device: torch.device, call: Callable[[], Any], *, above: int = 0) -> float | None:
-    """Largest allocation during one call in GB, less ``above``; None where nothing is counted."""
-    if device.type != "cuda":
-        call()
-        return None
-    torch.cuda.reset_peak_memory_stats(device)
+def peak_gb(
+    device: torch.device,
+    call: Callable[[], Any],
+    resident: Callable[[], Iterable[Tensor]] = tuple,
+) -> float | None:
+    """What one call adds at most, and what ``resident`` it works on, in GB: whatever else lies on
+    the device is not counted. None where nothing is counted."""
+    meter = MemoryMeter(device)
     call()
-    torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - above) / 1e9
+    synchronise(device)
+    found = meter.peak_bytes(resident())
+    return None if found is None else found / 1e9

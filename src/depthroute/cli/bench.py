@@ -145,11 +145,10 @@ def step(
     ] = None,
     layers: Layers = None,
     vocab_size: VocabSize = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each method.")] = 8,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
+    ] = 8,
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Do not measure standard again at the end, for noise.")
-    ] = False,
     precompile: Annotated[
         int,
         typer.Option(
@@ -159,7 +158,7 @@ def step(
         ),
     ] = 0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also where the time goes, kernel by kernel.")
+        bool, typer.Option("--profile", help="Also where the time goes, and the GPU's idle time.")
     ] = False,
     device: AnyDevice = "auto",
     dtype: Dtype = None,
@@ -168,20 +167,25 @@ def step(
 ) -> None:
     """Whole training steps: speed and peak memory of every method relative to standard.
 
-    On a CPU (`--device cpu --preset tiny`, perhaps with `--eager`) the methods take turns.
+    Methods take turns with standard, step by step. On a GPU each method does so alone, and where
+    the two do not fit together they are measured one after the other; on a CPU (`--device cpu
+    --preset tiny`, perhaps with `--eager`) all methods take turns.
     """
     from depthroute.bench import step as stepping
 
     settings = _settings(
         "step", preset, device, dtype, layers, vocab_size, batch_size, sequence_length, eager
     )
-    listed = stepping.jobs(methods, again=not once)
+    listed = stepping.jobs(methods)
     record = _record("step", out, **settings.to_dict(), methods=methods, steps=steps)
     stepping.run(record, settings, listed, steps=steps, num_processes=precompile, profile=profile)
     columns = {
         "method": "method",
         "ms": "ms",
         "relative_speed": "speed",
+        "relative_speed_quartiles": "half of all pairs",
+        "paired": "paired",
+        "idle_ms": "idle ms",
         "tokens_per_second": "tokens/s",
         "peak_gb": "GB",
         "relative_memory": "memory",
@@ -207,7 +211,7 @@ def decode(
     from depthroute.bench import step as stepping
 
     settings = _settings("decode", preset, device, dtype, layers, vocab_size, 1, 64, True)
-    listed = stepping.jobs(methods, again=True)
+    listed = stepping.jobs(methods)
     record = _record("decode", out, **settings.to_dict(), methods=methods)
     decoding.run(record, settings, listed)
     columns = {
@@ -305,6 +309,8 @@ FORMATS = {
     "ms": "{:.3f}",
     "peak_gb": "{:.2f}",
     "relative_speed": "{:.3f}x",
+    "relative_speed_quartiles": "{0[0]:.3f}-{0[1]:.3f}",
+    "idle_ms": "{:.2f}",
     "relative_memory": "{:+.1%}",
     "relative_time": "{:+.1%}",
     "tokens_per_second": "{:,.0f}",

@@ -60,10 +60,17 @@ def figures(data: dict[str, Any]) -> list[Figure]:
 
 def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     facets = []
-    for key, title in (
-        ("validation", "Validation loss, nats per token"),
-        ("difference", "Difference to standard, paired by seed"),
-        ("training", "Training loss, nats per token"),
+    keys = ("validation", "difference", "training")
+    known = [s[key]["tokens"] for s in data["series"] for key in keys if s[key]]
+    end = max((tokens[-1] for tokens in known if tokens), default=1.0)
+    for key, title in zip(
+        keys,
+        (
+            "Validation loss, nats per token",
+            "Difference to standard, paired by seed",
+            "Training loss, nats per token",
+        ),
+        strict=True,
     ):
         lines = [
             Line(look, curve["tokens"], curve["mean"], curve["spread"])
@@ -78,6 +85,7 @@ def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
                     "training tokens",
                     lines,
                     x_kind="tokens",
+                    x_bounds=(0.0, float(end)),  # one axis: a late first validation is seen
                     has_zero_line=is_difference,
                     top=None if is_difference else _after_the_fall(lines),
                 )

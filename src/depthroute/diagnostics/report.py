@@ -17,17 +17,15 @@ from depthroute.train.display import given_time, spread
 PANELS = {
     "curves": (
         "Loss",
-        "Mean over seeds; the band is one sample standard deviation. The paired difference "
-        "subtracts the standard model of the same seed, so what the seeds share cancels. The loss "
-        "axes leave out the first tenth of training. Point at a legend entry to pick out a method; "
-        "click it to hide the method.",
+        "{seeds} The loss axes leave out the first tenth of training. Point at a legend entry to "
+        "pick out a method; click it to hide the method.",
     ),
     "maps": (
         "Where each site reads",
         "A row is a site, a column a source, stronger colour is more weight (mean over tokens, "
         "heads and seeds, on held-out text). E is the embedding, 3a and 3m are the attention and "
         "MLP outputs of layer 3 and 3 alone its values, b2 is a block, now is the block being "
-        "filled. Sites with one source choose nothing and have no row.",
+        "filled. Sites with one source choose nothing and are left blank.",
     ),
     "sharpness": (
         "How sharply each site chooses",
@@ -44,6 +42,22 @@ PANELS = {
         "Speed is the median training step; memory is the peak of a step.",
     ),
 }
+
+SEEDS = {
+    False: {
+        "results": "± is the sample standard deviation over seeds, and differences are paired by "
+        "seed.",
+        "curves": "Mean over seeds; the band is one sample standard deviation. The paired "
+        "difference subtracts the standard model of the same seed, so what the seeds share "
+        "cancels.",
+    },
+    True: {
+        "results": "one seed, so how far a loss varies from seed to seed is not known here.",
+        "curves": "One seed, so there is no band: how far a curve varies from seed to seed is not "
+        "known here. The difference subtracts the standard model at the same step.",
+    },
+}
+"""What the captions say of the spread, by whether every run has a single seed."""
 
 
 def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict[str, Any]:
@@ -149,6 +163,7 @@ def _given(summary: dict[str, Any]) -> str:
 
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
+    caption = caption.replace("{seeds}", SEEDS[_has_one_seed(data)]["curves"])
     if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
         devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
         why = f"which this device ({devices}) does not count"
@@ -188,6 +203,10 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     )
 
 
+def _has_one_seed(data: dict[str, Any]) -> bool:
+    return all(len(run["summary"]["seeds"]) == 1 for run in data["runs"])
+
+
 def _untraced(data: dict[str, Any]) -> list[str]:
     """Methods that route, of runs that did not record where to."""
     rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
@@ -225,10 +244,10 @@ def _results(data: dict[str, Any]) -> str:
             + "</tr>"
         )
     header = "".join(f"<th>{name}</th>" for name in (*head, "normalised max weight"))
+    words = SEEDS[_has_one_seed(data)]["results"]
     return (
         '<section id="panel-results"><div class="head"><h2>Results</h2></div><p>Loss in nats per '
-        "token at the last step all methods were validated at; ± is the sample standard deviation "
-        "over seeds, and differences are paired by seed.</p>"
+        f"token at the last step all methods were validated at; {words}</p>"
         f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
@@ -304,4 +323,6 @@ def _words(value: Any) -> str:
         return ", ".join(_words(inner) for inner in value)
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:,}"
     return "not set" if value is None else str(value)

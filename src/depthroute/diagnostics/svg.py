@@ -100,6 +100,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     tens = [10.0**p for p in powers if low <= 10.0**p <= high]
     ticks = [m * 10.0**p for p in powers for m in (1, 2, 5) if low <= m * 10.0**p <= high]
+    if len(ticks) < 3:  # two lines do not tell how far apart other values are
+        ticks = [m * 10.0**p for p in powers for m in (1, 2, 3, 5, 7) if low <= m * 10.0**p <= high]
     if high >= 200 * low or (len(ticks) > 6 and len(tens) > 1):
         ticks = tens  # even steps: every second of 1, 2, 5 would not be
     return ticks[:: -(-len(ticks) // 6)] if ticks else [low, high]

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,14 @@ def devices() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def resident_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What stays in memory between steps: parameters, buffers and the optimiser's state."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 class MemoryMeter:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.train import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.data import IGNORED, Batch, TokenData
 from depthroute.train.divergence import locate
@@ -100,11 +101,7 @@ class Trainer:
         return self.completed >= self.settings.steps
 
     def resident_tensors(self) -> Iterator[Tensor]:
-        """What stays in memory between steps: parameters, buffers and the optimiser's state."""
-        yield from self.model.parameters()
-        yield from self.model.buffers()
-        for state in self.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+        return environment.resident_tensors(self.model, self.optimizer)
 
     def run(self, data: TokenData, seed: int) -> Iterator[StepResult]:
         """The remaining steps, each result handed over as it is made."""

@@ -1,4 +1,6 @@
-"""Phase 1: G queries over the finished sources, each source read once.
+"""Phase 1 without tensor cores: G queries over the finished sources, each source read once.
+
+For what ``group_dot`` does not take: fp32, fp16, several heads, gradients of another dtype.
 
 Forward is the depth mix with a leading axis of BG queries; programs of one token with different
 queries run side by side, so device memory sees a source once: S reads, G writes. Saved: logits

@@ -1,4 +1,6 @@
-"""Launches of the phase-1 kernels."""
+"""Launches of the phase-1 kernels: on tensor cores where all that enters a product is bf16
+(``group_dot``), else on plain ones (``group``). Forward and backward choose apart, since what is
+saved has one layout."""
 
 from __future__ import annotations
 
@@ -15,6 +17,19 @@ from depthroute.ops._triton.group import (
     group_gradients_kernel,
     group_scores_kernel,
 )
+from depthroute.ops._triton.group_dot import (
+    group_logits_kernel,
+    group_outputs_kernel,
+    group_products_kernel,
+    group_sources_kernel,
+    group_weights_kernel,
+)
+
+
+def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
+    """Whether everything that enters a product is bf16, and the tiles fit."""
+    fits = num_sources <= layout.DOT_SOURCES and num_queries <= layout.DOT_QUERIES
+    return fits and heads == 1 and all(t.dtype == torch.bfloat16 for t in tensors)
 
 
 def group_forward(
@@ -35,6 +50,9 @@ def group_forward(
     if tokens == 0:
         return outputs, lse, rstd, logits
     sources = [layout.aligned(s) for s in sources]
+    if uses_dots(sources, heads, num_sources, num_queries):
+        _forward_dots(sources, layout.aligned(queries), eps, outputs, lse, rstd, logits)
+        return outputs, lse, rstd, logits
     block = layout.tiles(width, heads)
     launch, at_once = layout.group_launch(block, num_sources, num_queries)
     programs = layout.num_programs(launch, tokens, queries.device)
@@ -66,6 +84,134 @@ def group_forward(
     return outputs, lse, rstd, logits
 
 
+def _forward_dots(
+    sources: Sequence[Tensor],
+    queries: Tensor,
+    eps: float,
+    outputs: Tensor,
+    lse: Tensor,
+    rstd: Tensor,
+    logits: Tensor,
+) -> None:
+    num_queries, tokens, width = outputs.shape
+    sizes = tokens, len(sources), num_queries
+    tile = layout.dots(len(sources), num_queries, width, 8192)
+    at_once = 128 if not layout.INTERPRETED else 16
+    with layout.on_device(queries):
+        (packed,) = layout.pack([sources], queries)
+        group_logits_kernel[(len(sources) * triton.cdiv(tokens, at_once),)](
+            packed,
+            queries,
+            rstd,
+            logits,
+            *sizes,
+            eps,
+            D=width,
+            GB=tile.queries,
+            BT=at_once,
+            BK=min(128, max(16, triton.next_power_of_2(width))),
+            STAGES=3,
+            num_warps=8,
+        )
+        column_tiles = triton.cdiv(width, tile.columns)
+        # many, each of some tokens: they need not all fit at once to end together
+        programs = layout.dot_programs(32, tokens, column_tiles, queries.device)
+        group_outputs_kernel[(programs * column_tiles,)](
+            packed,
+            logits,
+            outputs,
+            lse,
+            *sizes,
+            D=width,
+            TERMS=2 if outputs.dtype == torch.bfloat16 else 3,
+            GB=tile.queries,
+            SB=tile.sources,
+            BC=tile.columns,
+            STAGES=3 if tile.sources <= 64 else 2,
+            num_warps=4 if tile.sources <= 64 else 8,
+        )
+
+
+def _backward_dots(
+    grad: Tensor,
+    grad_lse: Tensor,
+    carried: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    dsources: Sequence[Tensor],
+    queries: Tensor,
+    rstd: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    """Writes ``dsources`` and returns the gradient of the queries."""
+    num_queries, tokens, width = grad.shape
+    sizes = tokens, len(sources), num_queries
+    ranges = layout.chunks(len(sources))
+    largest = max(last - first for first, last in ranges)
+    long, short = (layout.dots(largest, num_queries, width, n) for n in (8192, 4096))
+    every = layout.dots(len(sources), num_queries, width, 8192)
+    u, alpha, pull = torch.empty_like(logits), torch.empty_like(logits), torch.empty_like(rstd)
+    column_tiles = triton.cdiv(width, short.columns)
+    programs = layout.dot_programs(2, tokens, column_tiles, queries.device)
+    partial = queries.new_empty(len(ranges), programs, num_queries, width)
+    with layout.on_device(queries):
+        lists = [sources, dsources, *([carried] if carried else [])]
+        packed = layout.pack(lists, queries)
+        for first, last in ranges:
+            group_products_kernel[(tokens,)](
+                packed[0],
+                grad,
+                u,
+                *sizes,
+                first,
+                last,
+                D=width,
+                GB=long.queries,
+                SB=long.sources,
+                BK=long.columns,
+                STAGES=3,
+                num_warps=4,
+            )
+        group_weights_kernel[(tokens,)](
+            logits,
+            lse,
+            grad_lse,
+            rstd,
+            u,
+            alpha,
+            u,  # each element is read before the same program writes it
+            pull,
+            *sizes,
+            D=width,
+            GB=every.queries,
+            SB=every.sources,
+            num_warps=max(1, every.sources * every.queries // 512),
+        )
+        for (first, last), of_chunk in zip(ranges, partial, strict=True):
+            group_sources_kernel[(programs * column_tiles,)](
+                packed[0],
+                packed[1],
+                packed[2] if carried else None,
+                grad,
+                queries,
+                alpha,
+                u,
+                pull,
+                of_chunk,
+                *sizes,
+                first,
+                last,
+                D=width,
+                HAS_CARRIED=len(carried) > 0,
+                GB=short.queries,
+                SB=short.sources,
+                BC=short.columns,
+                STAGES=3,
+                num_warps=4,
+            )
+    return partial.sum((0, 1))
+
+
 def group_backward(
     grad: Tensor,
     grad_lse: Tensor,
@@ -85,6 +231,11 @@ def group_backward(
     if tokens == 0:
         return dsources, torch.zeros_like(queries)
     grad, grad_lse, queries = (layout.aligned(t) for t in (grad, grad_lse, queries))
+    carried = [layout.aligned(c) for c in carried]
+    if uses_dots([*sources, *carried, grad], heads, num_sources, num_queries):
+        stats = rstd, logits, lse
+        dqueries = _backward_dots(grad, grad_lse, carried, sources, dsources, queries, *stats)
+        return dsources, dqueries
     u, delta = torch.empty_like(logits), queries.new_empty(tokens, num_queries, heads)
     alpha, pull = torch.empty_like(logits), torch.empty_like(rstd)
     block = layout.tiles(width, heads)
@@ -95,7 +246,7 @@ def group_backward(
     all_queries = triton.next_power_of_2(num_queries)
     lists = [sources, dsources]
     if carried:
-        lists.append([layout.aligned(c) for c in carried])
+        lists.append(carried)
     with layout.on_device(queries):
         packed = layout.pack(lists, queries)
         group_scores_kernel[(tokens * triton.cdiv(num_queries, at_once),)](

@@ -7,10 +7,11 @@ from typing import Any
 
 
 def enable() -> bool:
-    """Whether kernels are interpreted; if so, mends two things in the interpreter of Triton 3.6.
+    """Whether kernels are interpreted; if so, mends three things in the interpreter of Triton 3.6.
 
     It turns a loop bound into an int by ``int(array)``, which numpy 2.4 refuses for its one-element
-    arrays; and it truncates to bf16 where the hardware rounds to nearest.
+    arrays; it truncates to bf16 where the hardware rounds to nearest; and it multiplies matrices of
+    bf16 as if their bits were integers.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return False
@@ -30,6 +31,18 @@ def enable() -> bool:
             return array.view("uint16").astype("uint32") << 16
         return convert(array, source, target, rounding)
 
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot_widened(self, a, b, total, *options):
+        return dot(self, _widened(a), _widened(b), total, *options)
+
+    def _widened(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.view("uint16").astype("uint32") << 16).view("float32")
+        return interpreter.TensorHandle(wide, tl.float32)
+
+    interpreter.InterpreterBuilder.create_dot = dot_widened
     interpreter._patch_lang_tensor = patch_with_index
     interpreter._convert_float = convert_rounding
     return True

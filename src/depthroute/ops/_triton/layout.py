@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -159,6 +160,40 @@ def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
     return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 5, 16)
 
 
+@dataclass(frozen=True)
+class Dots:
+    """Tiles of the phase-1 kernels on tensor cores (``group_dot``), whose operands have at least 16
+    rows and columns."""
+
+    sources: int
+    """Of a tile, padded to a power of two (SB)."""
+    queries: int
+    """All of them, padded (GB)."""
+    columns: int
+    """BC or BK."""
+
+
+DOT_SOURCES, DOT_QUERIES = 256, 32
+"""Beyond which the weights of a token do not fit one program."""
+DOT_CHUNK = 64
+"""Sources whose gradients fit one program."""
+
+
+def dots(num_sources: int, num_queries: int, width: int, elements: int) -> Dots:
+    """Tiles of about ``elements`` elements of all sources."""
+    rows = max(16, triton.next_power_of_2(num_sources))
+    padded = max(16, triton.next_power_of_2(width))
+    columns = min(padded, max(32, min(256, elements // rows)))
+    return Dots(rows, max(16, triton.next_power_of_2(num_queries)), columns)
+
+
+def chunks(num_sources: int) -> list[tuple[int, int]]:
+    """Ranges of at most DOT_CHUNK sources, as even as possible."""
+    count = triton.cdiv(num_sources, DOT_CHUNK)
+    ends = [num_sources * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(ends))
+
+
 @cache
 def _num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
@@ -174,6 +209,13 @@ def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
 
 
 _SAME_DEVICE = contextlib.nullcontext()
+
+
+def dot_programs(per_sm: int, tokens: int, column_tiles: int, device: torch.device) -> int:
+    """For each column tile, so that all of them together make ``per_sm`` programs an SM."""
+    if device.type != "cuda":
+        return min(tokens, 3)
+    return min(tokens, max(1, per_sm * _num_multiprocessors(device) // column_tiles))
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

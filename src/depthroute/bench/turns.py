@@ -1,0 +1,210 @@
+"""Methods that take turns, one step each, so that what the machine does hits all of them alike.
+
+The clock of a GPU follows its power and its temperature: the same kernels were 3 to 4% slower a
+minute later. So a method is compared with standard in one window, step beside step, and with
+nothing measured at another time. On a CPU all methods share one window. On a GPU each has its own
+with standard, which stays on the device; where the two do not fit together they are measured one
+after the other, and the row says so.
+
+A turn waits for each step: without it, a method that is slow to launch would be launched while the
+GPU is still busy with the one before, and look faster than it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from depthroute.bench import breakdown, timing
+from depthroute.bench.record import one_line
+from depthroute.config import RoutingConfig
+from depthroute.train.methods import BASELINE
+
+WARM_TURNS = 3
+"""Before the clock starts: the device was idle while the last method was compiled."""
+OF_A_WINDOW = ("ms", "steps", "peak_gb", "idle_ms", "breakdown")
+"""What a row keeps of the standard that was measured beside it."""
+
+Job = tuple[str, RoutingConfig]
+Row = dict[str, Any]
+
+
+class Trainer(Protocol):
+    """What can take a turn."""
+
+    label: str
+    device: torch.device
+
+    def start(self) -> Row:
+        """Ready for steps that can be timed; what was found on the way, with ``peak_gb``."""
+        ...
+
+    def step(self) -> None: ...
+
+    def timed_step(self) -> float: ...
+
+    def figures(self, times: Sequence[float]) -> Row: ...
+
+
+class NoRoomError(Exception):
+    """A trainer ran out of memory while others were on the device."""
+
+
+def groups(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
+    """Who shares a window: all on a CPU, on a GPU each method with standard, which comes first."""
+    if device.type == "cpu" or len(jobs) < 3:
+        return [list(jobs)]
+    return [[jobs[0], job] for job in jobs[1:]]
+
+
+class Turns:
+    def __init__(
+        self, make: Callable[[str, RoutingConfig], Trainer], steps: int, *, profile: bool = False
+    ) -> None:
+        self.make, self.steps, self.profile = make, steps, profile
+        self.ready: dict[str, Trainer] = {}
+        """On the device; only standard outlives its window."""
+        self.about: dict[str, Row] = {}
+        """What was found when a trainer started, or its error."""
+        self.told: set[str] = set()
+
+    def rows(self, group: Sequence[Job]) -> Iterator[Row]:
+        """A row for every method of ``group`` that has had none, relative to standard's window."""
+        try:
+            rows = self._together(group)
+        except NoRoomError:
+            rows = None  # and everything that the error held can go
+        rows = self._apart(group) if rows is None else rows
+        for row in rows:
+            if row["method"] not in self.told:
+                self.told.add(row["method"])
+                yield row
+
+    def _together(self, group: Sequence[Job]) -> list[Row]:
+        rows, times = self._window(group)
+        base = rows.get(BASELINE, {})
+        for label, row in rows.items():
+            if "ms" in row and "error" in base:
+                row["note"] = f"relative to nothing: standard failed, {base['error']}"
+            if "ms" in row and "ms" in base:
+                compare(row, base)
+                if label != BASELINE:
+                    row["paired"] = True
+                    row["relative_speed_quartiles"] = quartiles(times[BASELINE], times[label])
+        return list(rows.values())
+
+    def _apart(self, group: Sequence[Job]) -> list[Row]:
+        """One at a time, and standard right after each; it stays for the next group."""
+        found: dict[str, Row] = {}
+        standard = [job for job in group if job[0] == BASELINE]
+        for label, routing in group:
+            if label == BASELINE:
+                continue
+            self._clear()
+            row = self._window([(label, routing)])[0][label]
+            self._clear()
+            base = self._window(standard)[0].get(BASELINE, {}) if standard else {}
+            if "ms" in row and "ms" in base:
+                compare(row, base)
+                row["paired"] = False
+                row["note"] = "standard did not fit beside it and was measured right after it"
+            if base:
+                found.setdefault(BASELINE, compare(base, base) if "ms" in base else base)
+            found[label] = row
+        return list(found.values())
+
+    def _window(self, group: Sequence[Job]) -> tuple[dict[str, Row], dict[str, list[float]]]:
+        """Rows by label, and the time of every step; a failure is a row as well."""
+        labels = [label for label, _ in group]
+        self.ready = {label: self.ready[label] for label in labels if label in self.ready}
+        timing.release()
+        for label, routing in group:
+            if label not in self.ready and "error" not in self.about.get(label, {}):
+                self._start(label, routing)
+        rows = {label: dict(self.about[label]) for label in labels}
+        times: dict[str, list[float]] = {label: [] for label in labels}
+        for turn in range(WARM_TURNS + self.steps):
+            for label in [label for label in labels if label in self.ready]:
+                try:
+                    milliseconds = self.ready[label].timed_step()
+                except Exception as error:
+                    rows[label] |= self._lost(label, error)
+                    continue
+                if turn >= WARM_TURNS:
+                    times[label].append(milliseconds)
+        taking = [label for label in labels if label in self.ready]
+        for label in taking:
+            rows[label] |= self.ready[label].figures(times[label])
+        for label in taking if self.profile else ():
+            rows[label] |= self._profiled(label, taking, rows[label]["ms"])
+        return rows, times
+
+    def _start(self, label: str, routing: RoutingConfig) -> None:
+        self.about[label] = {"method": label}
+        try:
+            trainer = self.make(label, routing)
+            self.about[label] |= trainer.start()
+            self.ready[label] = trainer
+        except Exception as error:
+            self._lost(label, error)
+
+    def _lost(self, label: str, error: Exception) -> Row:
+        """Its error; where others take the memory, it may go well without them."""
+        self.ready.pop(label, None)
+        if self.ready and is_out_of_memory(error):
+            raise NoRoomError from None
+        self.about[label]["error"] = one_line(error, 600)
+        return self.about[label]
+
+    def _profiled(self, label: str, taking: Sequence[str], milliseconds: float) -> Row:
+        """Where the time goes, in the state that the turns leave the device in."""
+        trainer = self.ready[label]
+
+        def turn() -> None:
+            for other in taking:
+                self.ready[other].step()
+
+        try:
+            found = breakdown.of(trainer.step, trainer.device, before=turn)
+        except Exception as error:  # the times stand
+            return {"breakdown_error": one_line(error)}
+        row: Row = {"breakdown": found | {"window": list(taking)}}
+        if "busy_ms" in found:
+            row["idle_ms"] = max(0.0, milliseconds - found["busy_ms"])
+        return row
+
+    def _clear(self) -> None:
+        self.ready.clear()
+        timing.forget()
+
+
+def compare(row: Row, base: Row) -> Row:
+    """``row`` relative to the standard of its own window."""
+    row["relative_speed"] = base["ms"] / row["ms"]
+    if row.get("peak_gb") is not None:
+        row["relative_memory"] = row["peak_gb"] / base["peak_gb"] - 1
+    if row is not base:
+        row[BASELINE] = {name: base[name] for name in OF_A_WINDOW if name in base}
+    return row
+
+
+def quartiles(base: Sequence[float], times: Sequence[float]) -> list[float]:
+    """First and third of the ratios of steps that were taken one after the other."""
+    ratios = [a / b for a, b in zip(base, times, strict=True)]
+    if len(ratios) < 2:
+        return 2 * ratios
+    first, _, third = statistics.quantiles(ratios, n=4, method="inclusive")
+    return [first, third]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of the device; compilers and libraries say so in words of their own."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in text
+        for words in ("CUDA out of memory", "CUDA error: out of memory", "[CUDA]: out of memory",
+                      "CUBLAS_STATUS_ALLOC_FAILED")
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Methods beside standard: in the same window, in turn, each with its own memory alone."""
+
+import pytest
+import torch
+
+from depthroute.bench import breakdown, step, timing, turns
+from depthroute.bench.record import Record
+from depthroute.train.methods import parse_method
+
+CUDA = torch.device("cuda")
+JOBS = step.jobs("standard,delta,attnres-full,depth-attention")
+COST = {"standard": 100.0, "delta": 125.0, "attnres-full": 160.0, "depth-attention": 80.0}
+PRINTED = {"tokens_per_second": 1.0, "compiler_caches": {"hits": 0, "misses": 0}}
+
+
+class Machine:
+    """A device whose clock falls with every step, and which holds so many models."""
+
+    def __init__(self, room=2, slowing=0.0, broken=()):
+        self.room, self.slowing, self.broken = room, slowing, broken
+        self.resident, self.log, self.steps = set(), [], 0
+
+    def make(self, label, routing):
+        return Fake(self, label)
+
+
+class Fake:
+    device = torch.device("cpu")
+
+    def __init__(self, machine, label):
+        self.machine, self.label = machine, label
+        machine.log.append(f"make {label}")
+        if label in machine.broken:
+            raise RuntimeError("no such kernel")
+        machine.resident.add(self)
+
+    def start(self):
+        if len(self.machine.resident) > self.machine.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return {"warmup_s": 1.0, "peak_gb": COST[self.label] / 10}
+
+    def step(self):
+        self.timed_step()
+
+    def timed_step(self):
+        self.machine.steps += 1
+        self.machine.log.append(self.label)
+        return COST[self.label] * (1 + self.machine.slowing * self.machine.steps)
+
+    def figures(self, times):
+        return {"ms": sorted(times)[len(times) // 2], "steps": len(times)}
+
+
+def run(machine, monkeypatch, jobs=JOBS, steps=5, **options):
+    taking = turns.Turns(machine.make, steps, **options)
+
+    def release():  # what is not ready any more is gone
+        machine.resident &= set(taking.ready.values())
+
+    monkeypatch.setattr(timing, "release", release)
+    monkeypatch.setattr(timing, "forget", release)
+    rows = [row for group in turns.groups(jobs, CUDA) for row in taking.rows(group)]
+    assert len({row["method"] for row in rows}) == len(rows) == len(jobs)
+    return {row["method"]: row for row in rows}
+
+
+def test_on_a_gpu_standard_stays_and_takes_turns_with_one_method_at_a_time(monkeypatch):
+    machine = Machine()
+    rows = run(machine, monkeypatch, steps=2)
+    expected = ["make standard"]
+    for label, _ in JOBS[1:]:
+        expected += [f"make {label}"] + ["standard", label] * (turns.WARM_TURNS + 2)
+    assert machine.log == expected
+    assert list(rows) == [label for label, _ in JOBS]
+    assert all(row["steps"] == 2 for row in rows.values()), "warm-up turns do not count"
+
+
+def test_on_a_cpu_all_share_one_window():
+    assert turns.groups(JOBS, torch.device("cpu")) == [JOBS]
+    assert turns.groups(JOBS[:1], CUDA) == [JOBS[:1]]
+
+
+def test_a_clock_that_falls_is_not_a_methods_speed(monkeypatch):
+    rows = run(Machine(slowing=0.01), monkeypatch)
+    for label, row in rows.items():
+        assert row["relative_speed"] == pytest.approx(COST["standard"] / COST[label], rel=0.01)
+    last = rows["depth-attention"]
+    stale = rows["standard"]["ms"] / last["ms"]
+    assert abs(stale - COST["standard"] / COST["depth-attention"]) > 0.2, "the window matters here"
+    assert last["standard"]["ms"] > 1.2 * rows["standard"]["ms"]
+    assert last["relative_memory"] == pytest.approx(-0.2)
+    assert rows["standard"]["relative_speed"] == 1.0 and "paired" not in rows["standard"]
+
+
+def test_the_spread_is_of_steps_beside_each_other():
+    base, slower = [100.0, 200.0, 100.0, 400.0, 100.0], [110.0, 220.0, 110.0, 440.0, 125.0]
+    first, third = turns.quartiles(base, slower)
+    assert first == third == pytest.approx(1 / 1.1), "the machine's own changes cancel"
+    assert turns.quartiles([3.0], [2.0]) == [1.5, 1.5]
+
+
+def test_what_does_not_fit_beside_standard_is_measured_alone_with_standard_after_it(monkeypatch):
+    machine = Machine(room=1, slowing=0.001)
+    rows = run(machine, monkeypatch, JOBS[:3], steps=1)
+    assert list(rows) == ["standard", "delta", "attnres-full"]
+    for label in ("delta", "attnres-full"):
+        assert rows[label]["paired"] is False and "right after" in rows[label]["note"]
+        assert "relative_speed_quartiles" not in rows[label]
+        assert rows[label]["relative_speed"] == pytest.approx(100 / COST[label], rel=0.01)
+    alone = turns.WARM_TURNS + 1
+    assert machine.log == [
+        *("make standard", "make delta"),  # no room
+        *("make delta", *["delta"] * alone, "make standard", *["standard"] * alone),
+        "make attnres-full",  # no room beside the standard that stayed
+        *("make attnres-full", *["attnres-full"] * alone),
+        *("make standard", *["standard"] * alone),
+    ]
+    assert "not paired" in step.line(rows["delta"] | PRINTED)
+
+
+def test_running_out_of_memory_during_a_turn_is_no_crash_either(monkeypatch):
+    machine, timed = Machine(), Fake.timed_step
+
+    def too_much(self):
+        if self.label == "standard" and len(machine.resident) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return timed(self)
+
+    monkeypatch.setattr(Fake, "timed_step", too_much)
+    rows = run(machine, monkeypatch, JOBS[:2])
+    assert rows["delta"]["paired"] is False and rows["delta"]["relative_speed"] == 0.8
+    assert rows["standard"]["relative_speed"] == 1.0
+
+
+def test_too_large_even_alone_is_a_row_with_the_reason(monkeypatch):
+    rows = run(Machine(room=0), monkeypatch, JOBS[:2])
+    assert all("OutOfMemoryError" in row["error"] for row in rows.values())
+
+
+def test_a_method_that_fails_costs_only_its_own_row(monkeypatch):
+    machine = Machine(broken=("delta",))
+    rows = run(machine, monkeypatch)
+    assert rows["delta"] == {"method": "delta", "error": "RuntimeError: no such kernel"}
+    assert rows["attnres-full"]["paired"] and machine.log.count("make standard") == 1
+    failed = run(Machine(broken=("standard",)), monkeypatch)
+    assert "error" in failed["standard"] and "relative_speed" not in failed["delta"]
+    assert "standard failed" in failed["delta"]["note"] and failed["delta"]["ms"] > 0
+
+
+def test_out_of_memory_is_known_in_the_words_of_several_libraries():
+    assert turns.is_out_of_memory(torch.OutOfMemoryError("anything"))
+    assert turns.is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not turns.is_out_of_memory(RuntimeError("shared memory out of bounds"))
+
+
+def test_both_of_a_pair_are_profiled_in_their_window_and_idle_time_is_the_rest(monkeypatch):
+    def of(step, device, before):
+        before()
+        groups = {"GEMM": 95.0}
+        return {"busy_ms": 90.0, "total_ms": 95.0, "by_category_ms": groups, "depthroute": {}}
+
+    monkeypatch.setattr(breakdown, "of", of)
+    machine = Machine()
+    rows = run(machine, monkeypatch, JOBS[:3], profile=True)
+    row = rows["attnres-full"]
+    assert row["idle_ms"] == pytest.approx(70.0), "against the kernels' union, not their sum"
+    assert row["breakdown"]["window"] == ["standard", "attnres-full"]
+    assert row["standard"]["breakdown"]["window"] == ["standard", "attnres-full"]
+    assert row["standard"]["idle_ms"] == pytest.approx(10.0)
+    assert machine.log[-4:] == ["standard", "attnres-full"] * 2, "a turn before each profile"
+    said = []
+    step.finish(row | PRINTED, Record("step", {}, say=said.append))
+    assert "x0.625 (0.625 to 0.625) of 100.000 ms" in said[0]
+    assert "idle 70.00 of 160.00 ms (44%)" in said[1]
+    assert "standard beside it: kernels 95.00 ms, idle 10.00 of 100.00 ms (10%)" in said[2]
+
+
+def test_a_profile_that_fails_leaves_the_times(monkeypatch):
+    def of(step, device, before):
+        raise RuntimeError("no CUPTI")
+
+    monkeypatch.setattr(breakdown, "of", of)
+    rows = run(Machine(), monkeypatch, JOBS[:2], profile=True)
+    assert rows["delta"]["ms"] == 125.0 and "no CUPTI" in rows["delta"]["breakdown_error"]
+
+
+@pytest.mark.parametrize("others", [0, 60_000_000])
+def test_peak_memory_is_a_methods_own_whatever_lies_beside_it(monkeypatch, others):
+    settings = step.Settings(
+        preset="tiny", batch_size=1, sequence_length=8, layers=1, eager=True, device="cpu",
+        dtype="float32",
+    )  # fmt: skip
+    trainer = step.Trainer(settings, "delta", parse_method("delta").routing)
+    trainer.warm_up(1)
+    mine = 4 * 3 * sum(p.numel() for p in trainer.model.parameters())
+    activations = 5_000_000
+    trainer.device = CUDA
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: mine + others)
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_allocated", lambda device: mine + others + activations
+    )
+    assert trainer.peak_gb() == pytest.approx((mine + activations) / 1e9, rel=1e-3)
