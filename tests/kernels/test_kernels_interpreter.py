@@ -190,3 +190,96 @@ def test_the_registered_ops_pass_opcheck():
     output, state, partial = (torch.randn(3, 96, requires_grad=True) for _ in range(3))
     arguments = (sources, query, state, None, None, weight, output, partial, True, *options)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
+
+
+@interpreted
+def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
+    q, k, v = (torch.randn(2, 5, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    torch.library.opcheck(
+        torch.ops.depthroute.depth_attention_mix_triton.default, (q, [k], [v], 0.2)
+    )
+    sources = [torch.randn(3, 96, requires_grad=True) for _ in range(2)]
+    queries = torch.randn(2, 96, requires_grad=True)
+    torch.library.opcheck(
+        torch.ops.depthroute.depth_mix_group_triton.default,
+        (sources, queries, 1e-6, 2, False, torch.float32),
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("shape", [(3, 96), (2, 3, 96)])
+def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior):
+    given = [torch.randn(shape) for _ in range(9)]
+    query, weight = torch.randn(96), torch.rand(96)
+    before = (given[8], torch.randn(*shape[:-1], 2)) if prior else (None, None)
+    options = (1e-6, 2, False, False, 0.5, 1e-6, torch.float32, False)
+    x, stats, (_, _, last) = torch.ops.depthroute.depth_mix_triton.default(
+        given[:2], query, given[2], *before, weight, given[3], given[4], True, *options
+    )
+    torch.library.opcheck(
+        torch.ops.depthroute.depth_mix_triton_backward.default,
+        (
+            *(None, given[5], given[6], None, [given[7]] * 3, [*given[:2], last], query, *before),
+            *(weight, x, None, stats, 2, False, False, 0.5, True, True, torch.float32),
+        ),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@interpreted
+def test_a_second_derivative_is_refused():
+    source, query = torch.randn(3, 96, requires_grad=True), torch.randn(96, requires_grad=True)
+    for x in (
+        ops.depth_mix([source, 2 * source], query, backend="triton"),
+        ops.depth_mix_carried([source, 2 * source], query, backend="triton")[0],
+    ):
+        (first,) = torch.autograd.grad(x.square().sum(), source, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            first.sum().backward()
+
+
+def boundaries(sources, output, state, partial, query, gain, weight):
+    """Three sites as a stream runs them; at the first, state and a source are one tensor."""
+    options = {"reads_last": True, "norm_weight": weight, "backend": "triton", "returns_x": False}
+    a = ops.depth_boundary(output, [state, *sources], query, gain, state, partial, **options)
+    b = ops.depth_boundary(2 * a.y, [*a.sources, a.last], query, gain, a.state, **options)
+    options |= {"reads_last": False, "norm_weight": None}
+    c = ops.depth_boundary(None, [*b.sources, b.last], query, gain, b.state, **options)
+    return b.y, c.x, *c.sources
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_boundaries_compile_into_one_graph_without_gradients_of_zeros():
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def inputs():
+        torch.manual_seed(0)
+        made = [torch.randn(2, 3, 96).to(bf16).requires_grad_() for _ in range(4)]
+        weights = [torch.randn(96, requires_grad=True) for _ in range(2)]
+        return [made[:1], *made[1:], *weights, torch.rand(96, dtype=bf16).requires_grad_()]
+
+    def run(function):
+        given = inputs()
+        with ops.record_backends() as ran:
+            found = function(*given)
+            leaves = [*given[0], *given[1:]]
+            grads = torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found])
+        assert ran == {("depth_mix", "triton"): 3, ("depth_mix_backward", "triton"): 3}
+        return [*found, *grads]
+
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(boundaries, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    for one, other in zip(run(compiled), run(boundaries), strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert names.count("depthroute.depth_mix_triton_backward.default") == 3
+    assert not [name for name in names if "zeros" in name or "full" in name]

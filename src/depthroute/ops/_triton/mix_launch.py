@@ -36,6 +36,13 @@ def _optional(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else layout.aligned(tensor)
 
 
+def _rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """New rows in order; empty_like is the fastest way, but would keep another order."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        return torch.empty_like(tensor)
+    return tensor.new_empty(tensor.shape, dtype=dtype)
+
+
 FEW_ELEMENTS = 6144
 """Of a token's sources up to which holding them beats streaming in a plain forward (5 of 1024).
 
@@ -160,7 +167,7 @@ def mix_forward(
         *[None if t is None else t.dtype for t in tensors],
     )
     has_norm = norm_weight is not None
-    x = example.new_empty(shape, dtype=out_dtype)
+    x = _rows_like(example, out_dtype)
     y = torch.empty_like(x) if has_norm else None
     stats_width = _triton_mix.stats_width(count, heads, slice_norm, has_norm)
     stats = query.new_empty(*shape[:-1], stats_width)
@@ -337,7 +344,8 @@ def mix_backward(
     if prior is not None:
         dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
     if state_dtype is not None:
-        dstate = query.new_empty(*leading, width, dtype=state_dtype)
+        like = sources[0] if sources else query.expand(*leading, width)
+        dstate = _rows_like(like, state_dtype)
         doutput = torch.empty_like(dstate) if writes_output else None
     others = [t for t in (dprior, dprior_lse, dstate, doutput) if t is not None]
     num_weights = 1 if norm_weight is None else 2
