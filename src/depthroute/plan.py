@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from depthroute.config import RoutingConfig
 
 FINAL = "final"
+FEW_SOURCES = 9
+"""Up to which additive routing adds its sources up instead of keeping their sum."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,23 @@ class Plan:
         return summed and (self.include_partial or self.boundary(index))
 
     @property
+    def sums_sources(self) -> bool:
+        """Whether additive routing takes the residual state from the sources, which it reads anyway.
+
+        A few block sums and the current partial are cheaper to add up than a running sum is to
+        read and write. Elsewhere the state is kept: many sources, an ``init`` that has to repeat a
+        pretrained model's own roundings, or two phases, which do not read them all.
+        """
+        whole = self.method in ("attnres", "delta") and self.sources == "delta"
+        whole = whole and self.embedding_source and self.is_additive and self.init == "paper"
+        few = self.block_size > 1 and self.num_sources(self.num_sublayers) <= FEW_SOURCES
+        return whole and few and not self.is_gated and self.group_size is None
+
+    @property
     def keeps_state(self) -> bool:
         """Whether the running sum itself is needed beside the sources."""
+        if self.sums_sources:
+            return False
         return (
             not self.routes
             or self.is_additive
@@ -91,6 +108,11 @@ class Plan:
             or self.sources == "cumulative"
             or not self.embedding_source
         )
+
+    @property
+    def adds_state(self) -> bool:
+        """Whether a site adds a kept state to its mix."""
+        return (self.is_additive or self.is_centered) and not self.sums_sources
 
     @property
     def keeps_partial(self) -> bool:
@@ -161,7 +183,7 @@ class Plan:
         """Whether this place is a softmax over deltas and nothing else, which one kernel can do
         together with the push before it. Phase 1 of a group needs that push done."""
         simple = self.sources == "delta" and self.has_query(index) and not self.has_gate(index)
-        simple = simple and self.keeps_state == (self.is_additive or self.is_centered)
+        simple = simple and self.keeps_state == self.adds_state
         return simple and index < self.num_sublayers and not self.opens_group(index)
 
     def has_site(self, index: int) -> bool:

@@ -52,6 +52,8 @@ def test_depth_mix_keeps_the_error_budget_for_heads_and_dtypes(width, heads, dty
 OPTIONS = [
     MixCase(5, 31, 1000, residual=True, scale=5 / 6),
     MixCase(5, 31, 1000, residual=True, centered=True),
+    MixCase(5, 31, 1000, residual=True, norm=True, adds_sources=True),
+    MixCase(33, 31, 1024, adds_sources=True, scale=0.5),
     MixCase(5, 31, 1024, heads=4, head_norm="slice", scale=5.0),
     MixCase(33, 31, 1000, heads=5),
     MixCase(3, 31, 2048, prior=True, residual=True),

@@ -71,6 +71,7 @@ class MixCase:
     prior: bool = False
     head_norm: str = "full"
     centered: bool = False
+    adds_sources: bool = False
     scale: float = 1.0
     contiguous: bool = True
 
@@ -100,7 +101,7 @@ class MixCase:
         weight = given.get("norm weight")
         options: dict = {"heads": self.heads, "head_norm": self.head_norm, "scale": self.scale}
         if not self.prior:
-            options["centered"] = self.centered
+            options |= {"centered": self.centered, "adds_sources": self.adds_sources}
         else:
             dtype = self.dtype if given["query"].dtype != torch.float64 else torch.float64
             options["dtype"] = dtype

@@ -54,6 +54,8 @@ MIX = [
     MixCase(5, 4, 96, heads=3, head_norm="slice"),
     MixCase(5, 4, 96, residual=True, scale=5 / 6),
     MixCase(5, 4, 96, residual=True, centered=True, dtype=fp32),
+    MixCase(3, 4, 96, residual=True, norm=True, adds_sources=True),
+    MixCase(19, 3, 96, adds_sources=True, scale=0.5),
     MixCase(3, 2, 7168),
     MixCase(3, 4, 96, prior=True, residual=True),
     MixCase(1, 4, 96, prior=True, heads=4, dtype=fp32),

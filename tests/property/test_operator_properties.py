@@ -246,6 +246,15 @@ def test_centered_is_the_mix_less_the_mean(depth_mix, problem):
 
 
 @pytest.mark.parametrize("depth_mix", IMPLEMENTATIONS)
+@given(problems())
+def test_the_sources_may_be_added_to_their_mix(depth_mix, problem):
+    sources, query, gain, options = problem
+    both = depth_mix(sources, query, gain, adds_sources=True, **options)
+    expected = depth_mix(sources, query, gain, **options) + torch.stack(sources).sum(0)
+    assert_close(both, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("depth_mix", IMPLEMENTATIONS)
 @given(problems(), st.floats(0.1, 50), st.booleans(), st.booleans())
 def test_scale_multiplies_the_residual_and_the_mix(depth_mix, problem, scale, additive, centered):
     sources, query, gain, options = problem

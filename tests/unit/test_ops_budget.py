@@ -76,6 +76,7 @@ def test_depth_mix_keeps_to_the_error_budget(dtype, count, tokens, width):
         {"heads": 8},
         {"heads": 4, "head_norm": "slice", "scale": float(count)},
         {"centered": True},
+        {"adds_sources": True, "scale": 0.75},
     ][(count + tokens + width // 8) % 4]
 
     def run(implementation):

@@ -13,6 +13,7 @@ OPTIONS = [
     pytest.param({"heads": 2}, id="heads"),
     pytest.param({"heads": 3, "head_norm": "slice"}, id="slice_norm"),
     pytest.param({"centered": True}, id="centered"),
+    pytest.param({"heads": 2, "adds_sources": True, "scale": 0.75}, id="adds_sources"),
     pytest.param({"scale": 3.0}, id="scale"),
     pytest.param({"heads": 2, "centered": True, "scale": 0.75}, id="heads_centered_scale"),
     pytest.param({"heads": 2, "head_norm": "slice", "centered": True}, id="slice_centered"),
@@ -50,7 +51,7 @@ def test_depth_mix_without_a_gain_has_exact_gradients(implementation):
 
 
 @pytest.mark.parametrize(
-    "options", [p for p in OPTIONS if not {"centered", "scale"} & {*p.values[0]}]
+    "options", [p for p in OPTIONS if not {"centered", "adds_sources", "scale"} & {*p.values[0]}]
 )
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_phase_one_has_exact_gradients_through_outputs_and_log_sum_exps(implementation, options):

@@ -21,18 +21,18 @@ def mix_arguments(case: str):
         dtype = torch.bfloat16
         sources = [normal(5, 8, dtype=dtype) for _ in range(3)]
     residual = prior = lse = None
-    heads, slice_norm, centered, scale = 1, False, False, 1.0
+    heads, slice_norm, offset, scale = 1, False, 0, 1.0
     if case == "residual":
         residual, scale = normal(5, 8), 0.75
     if case == "heads":
-        heads, slice_norm, centered = 2, True, True
+        heads, slice_norm, offset = 2, True, -1
     if case == "prior":
         prior, lse, heads, sources = normal(5, 8), normal(5, 2), 2, sources[:1]
     if case == "prior_alone":
         prior, lse, sources = normal(5, 8), normal(5, 1), []
     return (
         *(sources, normal(8), residual, prior, lse),
-        *(1e-6, heads, slice_norm, centered, scale, dtype),
+        *(1e-6, heads, slice_norm, offset, scale, dtype),
     )
 
 

@@ -94,7 +94,7 @@ def test_streams_keep_no_more_than_their_method_needs():
         "attnres full": 8,  # h_0 and 7 deltas, whose sum is h
         "attnres block": 3,  # h_0, one block, the partial
         "delta": 9,  # the same 8 and h
-        "delta block": 4,  # h_0, one block, the partial, h
+        "delta block": 3,  # the same 3, and no h
     }
 
 

@@ -152,13 +152,19 @@ class ResidualStream:
     def _boundary(self, site: Site, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
         """Push what is pending, mix and apply the norm, in one kernel."""
         plan, index = self.plan, self.index
-        residual = self.state if plan.is_additive or plan.is_centered else None
+        residual = self.state if plan.adds_state else None
         pushed, partial, is_read = self.pending, self.partial, False
         sources = self.sources
         if pushed is None:
+            residual = self._unread if plan.sums_sources else residual
             sources, partial = self.visible(), None
         else:
             is_read = plan.num_sources(index) > len(sources)
+            if plan.sums_sources and not is_read:
+                # the block's sum takes the place of the state: x is it and what the sources give
+                starts = partial is None
+                residual, partial = (pushed, None) if starts else (partial, None)
+                pushed = None if starts else pushed
         finished, prior = 0, {}
         if self.priors:
             finished = plan.num_finished(plan.group(index).start)
@@ -172,6 +178,7 @@ class ResidualStream:
             reads_last=is_read,
             scale=plan.scale(index),
             centered=plan.is_centered,
+            adds_sources=plan.sums_sources,
             dtype=self._dtype,
             norm_weight=norm.weight if norm is not None else None,
             norm_eps=norm.eps if norm is not None else 0.0,
@@ -179,22 +186,27 @@ class ResidualStream:
             **prior,
         )
         handed = (*sources[:finished], *done.sources)
-        if pushed is None:
+        if self.pending is None:
             after = self._with_visible(handed)
         else:
-            assert done.last is not None
-            state = self.state if self.state is None else done.state
+            last = done.state if plan.sums_sources and not is_read else done.last
+            assert last is not None
             closes = plan.boundary(index)
             after = replace(
                 self,
-                sources=(*handed, done.last) if closes else handed,
-                partial=None if closes else done.last,
-                state=state,
+                sources=(*handed, last) if closes else handed,
+                partial=None if closes else last,
+                state=None if self.state is None else done.state,
                 pending=None,
             )
         x = done.y if fused else done.x
         assert x is not None
         return (x if fused or norm is None else norm.apply(x)), after
+
+    @property
+    def _unread(self) -> Tensor | None:
+        """The block's sum where the place ahead does not list it among its sources."""
+        return self.partial if len(self.visible()) == len(self.sources) else None
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -219,7 +231,7 @@ class ResidualStream:
                 f"{plan.site_name(self.index)} chooses among {count} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
-        residual = self.state if plan.is_additive or plan.is_centered else None
+        residual = self.state if plan.adds_state else None
         if plan.has_gate(self.index):
             assert site is not None and site.gate is not None and self.state is not None
             mix, after = sources[0], self
@@ -228,9 +240,11 @@ class ResidualStream:
             return self.state + site.gate.to(mix.dtype) * mix, after
         scale = plan.scale(self.index)
         if not plan.has_query(self.index):
+            residual = self.value if plan.sums_sources else residual
             x = sources[0] if residual is None else residual + sources[0]
             return (x if scale == 1.0 else x * scale), self
         assert site is not None
+        residual = self._unread if plan.sums_sources else residual
         return self._mix(site, carries, residual, scale)
 
     def _mix(
@@ -245,7 +259,7 @@ class ResidualStream:
         newer = sources[finished:]
         options: dict[str, Any] = {"scale": scale}
         if prior is None:
-            options["centered"] = plan.is_centered
+            options |= {"centered": plan.is_centered, "adds_sources": plan.sums_sources}
         else:
             options |= {"prior": prior, "prior_lse": lse, "dtype": sources[0].dtype}
         if not carries:

@@ -89,11 +89,14 @@ def mix_forward(
     eps: float,
     heads: int,
     slice_norm: bool,
-    centered: bool,
+    offset: int,
     scale: float,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H]."""
+    """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H].
+
+    ``offset``: weights are alpha_n, alpha_n + 1 (1) or alpha_n - 1/S (-1).
+    """
     tokens, width = (prior if prior is not None else sources[0]).shape
     dtype = query.dtype
     if sources:
@@ -111,8 +114,10 @@ def mix_forward(
     # (tensor by tensor: a Python number over a tensor is a rounded reciprocal and a product)
     scales = torch.full_like(total, scale)
     weights = exponentials * (scales / total)
-    if centered:
+    if offset < 0:
         weights -= scales / torch.full_like(total, every.shape[0])
+    elif offset > 0:
+        weights += scale
     values = list(sources) if prior is None else [prior, *sources]
     terms = [
         (_spread(weight, width), _as(value, dtype))
@@ -140,7 +145,7 @@ def mix_backward(
     logits: Tensor,
     lse: Tensor,
     heads: int,
-    centered: bool,
+    offset: int,
     scale: float,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """Gradients of the sources, the query, the prior and its lse.
@@ -159,7 +164,7 @@ def mix_backward(
     for n, value in enumerate(values):
         u[n] = _pair_dot(dx, _as(value, dtype), heads)
     dlogits = alpha * (u - (alpha * u).sum(0))
-    weights = alpha - 1.0 / len(values) if centered else alpha
+    weights = alpha - 1.0 / len(values) if offset < 0 else alpha + 1.0 if offset > 0 else alpha
     dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
     if prior is not None:
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)

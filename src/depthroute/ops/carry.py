@@ -24,7 +24,7 @@ from torch import Tensor
 from depthroute.errors import DepthrouteError
 from depthroute.ops import _triton_group, _triton_mix, reference
 from depthroute.ops.backends import choose
-from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _widest
+from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _widest, weight_offset
 
 
 class _CarriedMix(torch.autograd.Function):
@@ -51,13 +51,13 @@ class _CarriedMix(torch.autograd.Function):
             if output is not None and partial is None:
                 last = output.view_as(output)
             return made.x if returns_x else None, made.y, made.state, last, *handed
-        _, eps, heads, slice_norm, centered, scale, _, dtype, _ = options
+        _, eps, heads, slice_norm, offset, scale, _, dtype, _ = options
         x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
-            sources, q, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
+            sources, q, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype
         )
         stats = rstd, logits, lse
         ctx.save_for_backward(query, key_weight, *sources, q, prior, prior_lse, *stats)
-        ctx.options = heads, centered, scale
+        ctx.options = heads, offset, scale
         ctx.residual_dtype = None if residual is None else residual.dtype
         return x, None, None, None, *handed
 
@@ -205,6 +205,7 @@ def depth_boundary(
     prior_lse: Tensor | None = None,
     head_norm: str = "full",
     centered: bool = False,
+    adds_sources: bool = False,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
     norm_weight: Tensor | None = None,
@@ -247,13 +248,14 @@ def depth_boundary(
     assert dtype is not None
     triton = choice.backend == "triton"
     listed, state, last = list(sources), residual, output
+    offset = weight_offset(centered, adds_sources)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (*given, query))
     read = [*sources, output] if reads_last and output is not None else list(sources)
     keeps_low = triton and needs_grad
     keeps_low = keeps_low and _triton_mix.keeps_low_bits(
-        read, width, residual is not None, centered
+        read, width, residual is not None, offset != 0
     )
-    options = reads_last, eps, heads, head_norm == "slice", centered, scale, norm_eps, dtype
+    options = reads_last, eps, heads, head_norm == "slice", offset, scale, norm_eps, dtype
     weights = query, key_weight
     if triton:
         tensors = *weights, residual, prior, prior_lse, norm_weight, output, partial, *sources

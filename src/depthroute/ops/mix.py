@@ -34,12 +34,15 @@ def depth_mix(
     *,
     head_norm: str = "full",
     centered: bool = False,
+    adds_sources: bool = False,
     scale: float = 1.0,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     return_weights: bool = False,
 ) -> Any:
     """``x = scale * (residual + sum_n softmax_n(query . RMSNorm(s_n)) s_n)``.
+
+    ``centered`` takes 1/S from every weight, ``adds_sources`` adds 1 to it.
 
     ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``. With
     ``norm_weight`` [D] returns ``x`` and ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm.
@@ -65,7 +68,7 @@ def depth_mix(
         eps,
         heads,
         head_norm,
-        centered,
+        weight_offset(centered, adds_sources),
         scale,
         norm_eps,
         None,
@@ -149,7 +152,7 @@ def depth_mix_merge(
         eps,
         heads,
         head_norm,
-        False,
+        0,
         scale,
         norm_eps,
         dtype or example.dtype,
@@ -168,14 +171,14 @@ def _call(
     eps: float,
     heads: int,
     head_norm: str,
-    centered: bool,
+    offset: int,
     scale: float,
     norm_eps: float,
     dtype: torch.dtype | None,
     backend: str,
 ) -> Any:
     example = sources[0] if prior is None else prior
-    options = eps, heads, head_norm == "slice", centered, scale
+    options = eps, heads, head_norm == "slice", offset, scale
     dtype = dtype or example.dtype
     if backend == "torch" and not torch.compiler.is_compiling():
         given = query, key_weight, residual, prior, prior_lse
@@ -192,7 +195,7 @@ def _call(
         t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
     )
     keeps_low = needs_grad and _triton_mix.keeps_low_bits(
-        sources, query.shape[0], residual is not None, centered
+        sources, query.shape[0], residual is not None, offset != 0
     )
     tensors = list(sources), q, residual, prior, prior_lse, norm_weight
     nothing_pushed = None, None, False
@@ -200,6 +203,15 @@ def _call(
         *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low
     )
     return x if norm_weight is None else (x, others[0])
+
+
+def weight_offset(centered: bool, adds_sources: bool) -> int:
+    """What is added to every weight, as the registered ops take it: -1 for -1/S, 1 for 1."""
+    if centered and adds_sources:
+        raise DepthrouteError(
+            "centered takes 1/S from every weight and adds_sources adds 1 to it; choose one"
+        )
+    return -1 if centered else int(adds_sources)
 
 
 def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
@@ -292,7 +304,7 @@ class _EagerMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, query, key_weight, residual, prior, prior_lse, *sources):
         ran("depth_mix", "torch")
-        _, heads, _, centered, scale, _ = options
+        _, heads, _, offset, scale, _ = options
         example = sources[0] if prior is None else prior
         q = _fold(query, key_weight, example.dtype)
         flat = [_flat(s) for s in sources]
@@ -301,7 +313,7 @@ class _EagerMix(torch.autograd.Function):
             *options,
         )  # fmt: skip
         ctx.save_for_backward(*sources, query, key_weight, prior, prior_lse, rstd, logits, lse)
-        ctx.options = heads, centered, scale
+        ctx.options = heads, offset, scale
         ctx.residual_dtype = None if residual is None else residual.dtype
         return x.view(example.shape)
 
@@ -344,18 +356,18 @@ def _depth_mix(
     eps: float,
     heads: int,
     slice_norm: bool,
-    centered: bool,
+    offset: int,
     scale: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ran("depth_mix", "torch")
     return _torch.mix_forward(
-        sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype
+        sources, query, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype
     )
 
 
 @_depth_mix.register_fake
-def _(sources, query, residual, prior, prior_lse, eps, heads, slice_norm, centered, scale, dtype):
+def _(sources, query, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype):
     example = sources[0] if prior is None else prior
     tokens, width = example.shape
     return (
@@ -376,12 +388,12 @@ def _mix_gradients(
     logits: Tensor,
     lse: Tensor,
     heads: int,
-    centered: bool,
+    offset: int,
     scale: float,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     ran("depth_mix_backward", "torch")
     return _torch.mix_backward(
-        grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale
+        grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, offset, scale
     )
 
 
@@ -391,7 +403,7 @@ _depth_mix_backward = torch.library.custom_op(
 
 
 @_depth_mix_backward.register_fake
-def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered, scale):
+def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, offset, scale):
     empty = query.new_empty(0)
     return (
         [s.new_empty(s.shape) for s in sources],
@@ -402,11 +414,11 @@ def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, centered
 
 
 def _mix_setup(ctx, inputs, output) -> None:
-    sources, query, residual, prior, prior_lse, _, heads, _, centered, scale, _ = inputs
+    sources, query, residual, prior, prior_lse, _, heads, _, offset, scale, _ = inputs
     _, rstd, logits, lse = output
     ctx.mark_non_differentiable(rstd, logits, lse)
     ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
-    ctx.heads, ctx.centered, ctx.scale = heads, centered, scale
+    ctx.heads, ctx.offset, ctx.scale = heads, offset, scale
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.set_materialize_grads(False)
 
@@ -415,7 +427,7 @@ def _mix_backward(ctx, grad, *_):
     *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
     if grad is None:
         return [None] * len(sources), *(None,) * 10
-    options = ctx.heads, ctx.centered, ctx.scale
+    options = ctx.heads, ctx.offset, ctx.scale
     dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
         grad, sources, query, prior, prior_lse, rstd, logits, lse, *options
     )

@@ -67,16 +67,18 @@ def depth_mix(
     heads: int = 1,
     head_norm: str = "full",
     centered: bool = False,
+    adds_sources: bool = False,
     scale: float = 1.0,
     return_weights: bool = False,
 ) -> Any:
     """x = scale * (residual + sum_n alpha_n s_n), alpha = softmax_n(logit_n)  (AttnRes eq. 2-4).
 
-    ``centered`` uses ``alpha_n - 1/S`` instead, which vanishes exactly at zero queries.
+    ``centered`` uses ``alpha_n - 1/S`` instead, which vanishes exactly at zero queries;
+    ``adds_sources`` uses ``1 + alpha_n``: the sources' own sum besides the mix.
     """
     logits = depth_logits(sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm)
     alpha = torch.softmax(logits, dim=0)
-    used = alpha - 1.0 / len(sources) if centered else alpha
+    used = alpha - 1.0 / len(sources) if centered else alpha + 1.0 if adds_sources else alpha
     mix = _weighted_sum(used * scale, sources)
     if residual is not None:
         mix = scale * widen(residual) + mix
