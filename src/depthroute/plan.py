@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def sums_sources(self) -> bool:
-        """Whether additive routing takes the residual state from the sources, which it reads anyway.
+        """Whether additive routing takes the residual state from the sources that it reads.
 
         A few block sums and the current partial are cheaper to add up than a running sum is to
         read and write. Elsewhere the state is kept: many sources, an ``init`` that has to repeat a

@@ -67,16 +67,36 @@ def _scores(
     return rstd, dots.mul_(rstd.unsqueeze(1))
 
 
-def _pair_dot(a: Tensor, b: Tensor, heads: int) -> Tensor:
-    """a . b per token and head: [N, H]."""
+def _pair_dot(a: Tensor, b: Tensor, heads: int, out: Tensor) -> None:
+    """a . b per token and head, into ``out`` [N, H]."""
     if heads == 1:
-        return torch.linalg.vecdot(a, b).unsqueeze(-1)
-    return torch.linalg.vecdot(a.unflatten(-1, (heads, -1)), b.unflatten(-1, (heads, -1)))
+        torch.linalg.vecdot(a, b, out=out.squeeze(-1))
+    else:
+        a, b = a.unflatten(-1, (heads, -1)), b.unflatten(-1, (heads, -1))
+        torch.linalg.vecdot(a, b, out=out)
 
 
 def _spread(w: Tensor, width: int) -> Tensor:
     """Per-head weights [N, H] as something that multiplies [N, D]."""
     return w if w.shape[-1] == 1 else w.repeat_interleave(width // w.shape[-1], dim=-1)
+
+
+def _weights(logits: Tensor, offset: int, scale: float) -> Tensor:
+    """What multiplies each source, [S, N, H]."""
+    if scale == 1.0 and offset >= 0:
+        weights = torch.softmax(logits, 0)
+        return weights.add_(1.0) if offset else weights
+    exponentials = (logits - logits.amax(0)).exp_()
+    total = exponentials.sum(0)
+    # scale/total before multiplying: weights are exactly 1 at zero queries when scale is S
+    # (tensor by tensor: a Python number over a tensor is a rounded reciprocal and a product)
+    scales = torch.full_like(total, scale)
+    weights = exponentials * (scales / total)
+    if offset < 0:
+        weights -= scales / torch.full_like(total, logits.shape[0])
+    elif offset > 0:
+        weights += scale
+    return weights
 
 
 @_unrounded
@@ -92,6 +112,7 @@ def mix_forward(
     offset: int,
     scale: float,
     out_dtype: torch.dtype,
+    needs_lse: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H].
 
@@ -106,18 +127,8 @@ def mix_forward(
         rstd = query.new_empty(0, tokens, heads if slice_norm else 1)
         logits = query.new_empty(0, tokens, heads)
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
-    top = every.amax(0)
-    exponentials = (every - top).exp_()
-    total = exponentials.sum(0)
-    lse = top + total.log()
-    # scale/total before multiplying: weights are exactly 1 at zero queries when scale is S
-    # (tensor by tensor: a Python number over a tensor is a rounded reciprocal and a product)
-    scales = torch.full_like(total, scale)
-    weights = exponentials * (scales / total)
-    if offset < 0:
-        weights -= scales / torch.full_like(total, every.shape[0])
-    elif offset > 0:
-        weights += scale
+    lse = torch.logsumexp(every, 0) if needs_lse else every[0]
+    weights = _weights(every, offset, scale)
     values = list(sources) if prior is None else [prior, *sources]
     terms = [
         (_spread(weight, width), _as(value, dtype))
@@ -162,8 +173,9 @@ def mix_backward(
     alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
     u = torch.empty_like(alpha)
     for n, value in enumerate(values):
-        u[n] = _pair_dot(dx, _as(value, dtype), heads)
-    dlogits = alpha * (u - (alpha * u).sum(0))
+        _pair_dot(dx, _as(value, dtype), heads, u[n])
+    weighted = alpha * u
+    dlogits = torch.addcmul(weighted, alpha, weighted.sum(0), value=-1.0)
     weights = alpha - 1.0 / len(values) if offset < 0 else alpha + 1.0 if offset > 0 else alpha
     dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
     if prior is not None:
@@ -189,11 +201,12 @@ def _through_norm(
 
     The sum runs over the heads that share a norm; a slice normalised on its own has D/H entries.
     """
-    weighted = dlogits * logits
+    through = dlogits * rstd
     parts = rstd.shape[-1]
-    if parts != weighted.shape[-1]:
-        weighted = weighted.sum(-1, keepdim=True)
-    return dlogits * rstd, weighted * rstd.square() * (-parts / width)
+    pull = through * logits
+    if parts != pull.shape[-1]:
+        pull = pull.sum(-1, keepdim=True)
+    return through, pull.mul_(rstd).mul_(-parts / width)
 
 
 def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) -> None:
@@ -242,7 +255,7 @@ def group_backward(
     for n, source in enumerate(sources):
         s = source.to(dtype)
         for g in range(count):
-            u[n, g] = _pair_dot(dx[g], s, heads)
+            _pair_dot(dx[g], s, heads, u[n, g])
     dlogits = alpha * (u - (alpha * u).sum(0) + grad_lse)
     through, pull = _through_norm(dlogits, logits, rstd.unsqueeze(1), width)
     pull = pull.sum(1)
