@@ -88,6 +88,10 @@ def test_taking_delta_from_the_mix_keeps_the_error_budget(width, monkeypatch):
         BoundaryCase(3, 63, 1024),
         BoundaryCase(4, 63, 1024, reads_last=False),
         BoundaryCase(5, 31, 2048, state=False),
+        BoundaryCase(4, 31, 1024, state=False, adds_sources=True),
+        BoundaryCase(
+            4, 31, 768, partial=False, reads_last=False, adds_sources=True, returns_last=False
+        ),
         BoundaryCase(8, 31, 4096),
         BoundaryCase(4, 15, 7168, scale=5 / 6),
         BoundaryCase(2, 31, 1000, heads=5, dtype=fp16),

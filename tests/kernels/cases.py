@@ -149,6 +149,8 @@ class BoundaryCase:
     norm: bool = True
     prior: bool = False
     scale: float = 1.0
+    adds_sources: bool = False
+    returns_last: bool = True
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         def draw() -> Tensor:
@@ -176,7 +178,7 @@ class BoundaryCase:
             done = ops.depth_boundary(
                 output, sources, query, gain, state, partial, heads=self.heads, backend=backend,
                 reads_last=self.reads_last, norm_weight=weight, scale=self.scale, dtype=dtype,
-                **prior,
+                adds_sources=self.adds_sources, returns_last=self.returns_last, **prior,
             )  # fmt: skip
             shown = done.y if self.norm else done.x
             kept = [t for t in (done.state if self.state else None, done.last) if t is not None]
@@ -190,14 +192,16 @@ class BoundaryCase:
                 *prior.values(), read, query, gain, dtype=dtype, **options
             )
         else:
+            options["adds_sources"] = self.adds_sources
             x = reference.depth_mix(read, query, gain, **options)
         shown = x if weight is None else reference.rms_norm(x, weight)
-        return shown, *(() if state is None else (state,)), last, *sources
+        kept = [t for t in (state, last if self.returns_last else None) if t is not None]
+        return shown, *kept, *sources
 
     def check(self, device: str) -> None:
         torch.manual_seed(0)
         inputs = self.inputs(device)
-        count = 2 + self.state + self.sources
+        count = 1 + self.returns_last + self.state + self.sources
         shape = (self.tokens, self.width)
         grads = [torch.randn(shape, device=device).to(self.dtype) for _ in range(count)]
 

@@ -25,6 +25,7 @@ CASES = [
     MixCase(33, 3, 1024),
     BoundaryCase(3, 3, 1024),
     BoundaryCase(4, 3, 7168, reads_last=False),
+    BoundaryCase(3, 3, 4096, state=False, adds_sources=True),
     GroupCase(9, 8, 3, 1024),
     GroupCase(28, 10, 3, 1024, output_dtype=torch.bfloat16),
     GroupCase(70, 17, 3, 1000, output_dtype=torch.bfloat16, carried=True),

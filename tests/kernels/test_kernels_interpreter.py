@@ -88,6 +88,8 @@ BOUNDARY = [
     BoundaryCase(2, 4, 96, partial=False, dtype=fp16),
     BoundaryCase(2, 4, 96, partial=False, reads_last=False),
     BoundaryCase(5, 4, 96, state=False),
+    BoundaryCase(5, 4, 96, state=False, adds_sources=True),
+    BoundaryCase(3, 4, 96, partial=False, reads_last=False, adds_sources=True, returns_last=False),
     BoundaryCase(1, 4, 96, state=False, partial=False, norm=False),
     BoundaryCase(1, 4, 96, state=False, prior=True),
     BoundaryCase(0, 4, 96, state=False, partial=False, prior=True),

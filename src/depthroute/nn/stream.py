@@ -183,6 +183,7 @@ class ResidualStream:
             norm_weight=norm.weight if norm is not None else None,
             norm_eps=norm.eps if norm is not None else 0.0,
             returns_x=not fused,
+            returns_last=is_read or not plan.sums_sources,
             **prior,
         )
         handed = (*sources[:finished], *done.sources)

@@ -38,7 +38,7 @@ def _depth_mix(
     eps: float,
     heads: int,
     slice_norm: bool,
-    centered: bool,
+    offset: int,
     scale: float,
     norm_eps: float,
     dtype: torch.dtype,
@@ -66,7 +66,7 @@ def _(
     eps,
     heads,
     slice_norm,
-    centered,
+    offset,
     scale,
     norm_eps,
     dtype,
@@ -126,7 +126,7 @@ def _depth_mix_backward(
     stats: Tensor,
     heads: int,
     slice_norm: bool,
-    centered: bool,
+    offset: int,
     scale: float,
     reads_last: bool,
     writes_output: bool,
@@ -154,7 +154,7 @@ def _(
     stats,
     heads,
     slice_norm,
-    centered,
+    offset,
     scale,
     reads_last,
     writes_output,
@@ -185,14 +185,14 @@ def fits(rows: int, width: int, itemsize: int) -> bool:
     return 0 < rows <= RESIDENT_SOURCES and rows * width * itemsize <= RESIDENT_BYTES
 
 
-def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, centered: bool) -> bool:
+def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, offset: bool) -> bool:
     """Whether backward will take delta from x, and so needs x to more bits than it is stored in.
 
     Where a token's rows fit in registers delta costs nothing, and where x is more than the mix
-    (a residual, or a centred mix) it cannot be had from x. In fp32 x is exact enough as it is, and
-    rare enough to be swept twice.
+    (a residual, or weights with an offset) it cannot be had from x. In fp32 x is exact enough as
+    it is, and rare enough to be swept twice.
     """
-    if not rows or residual or centered or rows[0].element_size() == 4:
+    if not rows or residual or offset or rows[0].element_size() == 4:
         return False
     return not fits(len(rows), width, rows[0].element_size())
 
@@ -202,7 +202,7 @@ def save(ctx, inputs, made: Forward, *more: Tensor | None) -> None:
     sources, query, residual, prior, prior_lse, norm_weight, pushed, partial, reads_last = inputs[
         :9
     ]
-    ctx.heads, ctx.slice_norm, ctx.centered, ctx.scale = inputs[10:14]
+    ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale = inputs[10:14]
     read = list(sources)
     if reads_last:
         read.append(pushed if partial is None else made.last)
@@ -265,7 +265,7 @@ def gradients(
         stats,
         ctx.heads,
         ctx.slice_norm,
-        ctx.centered,
+        ctx.offset,
         ctx.scale,
         ctx.reads_last,
         writes_output,

@@ -36,7 +36,7 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, triton, query, key_weight, residual, prior, prior_lse, norm_weight, *rest):
-        output, partial, returns_x, options, *sources = rest
+        output, partial, (returns_x, returns_last), options, *sources = rest
         ctx.set_materialize_grads(False)
         ctx.triton = triton
         handed = [s.view_as(s) for s in sources]
@@ -48,7 +48,9 @@ class _CarriedMix(torch.autograd.Function):
             made = _triton_mix.named(inputs, *results)
             _triton_mix.save(ctx, inputs, made, query, key_weight)
             last = made.last
-            if output is not None and partial is None:
+            if not returns_last:
+                last = None
+            elif output is not None and partial is None:
                 last = output.view_as(output)
             return made.x if returns_x else None, made.y, made.state, last, *handed
         _, eps, heads, slice_norm, offset, scale, _, dtype, _ = options
@@ -176,7 +178,7 @@ class Boundary(NamedTuple):
     state: Tensor | None
     """residual + output; without an output, the residual as it was given."""
     last: Tensor | None
-    """partial + output, or output where a block starts."""
+    """partial + output, or output where a block starts; None if it was not wanted."""
     sources: list[Tensor]
     """The sources to hand on."""
 
@@ -211,6 +213,7 @@ def depth_boundary(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     returns_x: bool = True,
+    returns_last: bool = True,
 ) -> Boundary:
     """Everything between two sublayers, in one kernel forward and one backward.
 
@@ -220,8 +223,9 @@ def depth_boundary(
 
     Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
     block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
-    group. ``sources`` excludes ``last``. ``returns_x=False`` with a norm leaves out x: a compiled
-    graph makes a gradient of zeros for every result that nobody uses, which the kernel then reads.
+    group. ``sources`` excludes ``last``. Whoever needs no ``last`` or, with a norm, no ``x`` should
+    say so: a compiled graph makes a gradient of zeros for every result that nobody uses, which the
+    kernel then reads.
     """
     given = [t for t in (*sources, output, partial) if t is not None]
     _check_sources(given, query, key_weight, residual, heads, head_norm, prior)
@@ -263,7 +267,7 @@ def depth_boundary(
             tensors = _apart(tensors)
         returns_x = returns_x or norm_weight is None
         x, y, state, last, *handed = _CarriedMix.apply(
-            triton, *tensors[:8], returns_x, (*options, keeps_low), *tensors[8:]
+            triton, *tensors[:8], (returns_x, returns_last), (*options, keeps_low), *tensors[8:]
         )
         return Boundary(x, y, residual if output is None else state, last, handed)
     if output is not None:
@@ -275,7 +279,7 @@ def depth_boundary(
         *weights,
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
         *(None, None, None),
-        True,
+        (True, True),
         (*options, keeps_low),
         *(_flat(s) for s in listed),
     )
@@ -283,6 +287,7 @@ def depth_boundary(
     x, handed = x.view(shape), [h.view(shape) for h in handed]
     if output is not None and reads_last:
         *handed, last = handed
+    last = last if returns_last else None
     if norm_weight is None:
         return Boundary(x, None, state, last, handed)
     y = reference.rms_norm(x, norm_weight, norm_eps)

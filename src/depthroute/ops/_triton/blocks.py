@@ -190,3 +190,26 @@ def with_low_bits(b_kept, b_low, DTYPE: tl.constexpr):
     UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
     b_power, _ = _exponent(b_kept)
     return b_kept + b_low.to(tl.float32) * (b_power / UNIT)
+
+
+@triton.jit
+def offset_weight(b_alpha, count, OFFSET: tl.constexpr):
+    """What multiplies a source: alpha, alpha + 1 or, centred, alpha - 1/S."""
+    if OFFSET == 1:
+        b_alpha = b_alpha + 1.0
+    elif OFFSET == -1:
+        b_alpha = b_alpha - 1.0 / count
+    return b_alpha
+
+
+@triton.jit
+def offset_sum(b_total, count, OFFSET: tl.constexpr):
+    """What multiplies the plain sum before everything is divided by ``b_total``.
+
+    Centred, total / S is exactly 1 at zero queries, so the difference there is exactly zero.
+    """
+    if OFFSET == 1:
+        b_factor = b_total
+    else:
+        b_factor = -b_total / count
+    return b_factor

@@ -23,6 +23,8 @@ from depthroute.ops._triton.blocks import (
     load_row,
     load_tiles,
     low_bits,
+    offset_sum,
+    offset_weight,
     over_norm_group,
     over_sources,
     pointers,
@@ -61,7 +63,7 @@ def mix_forward_kernel(
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
     HAS_LOW: tl.constexpr,
-    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     BS: tl.constexpr,
     HB: tl.constexpr,
@@ -116,7 +118,7 @@ def mix_forward_kernel(
                 b_term = over_sources(b_weight * b_s[j].to(tl.float32), BS)
                 acc = acc + (b_acc[j] * b_keep + b_term,)
             b_acc = acc
-            if CENTERED:
+            if OFFSET != 0:
                 plain = ()
                 for j in tl.static_range(NT):
                     plain = plain + (b_plain[j] + over_sources(b_s[j].to(tl.float32), BS),)
@@ -126,9 +128,9 @@ def mix_forward_kernel(
         b_scale = tl.where(m_h, scale / b_total, 0.0)
         b_x = ()
         for j in tl.static_range(NT):
-            if CENTERED:
-                # total / S is exactly 1 at zero queries, so the difference is exactly zero
-                b_x = b_x + ((b_acc[j] - b_plain[j] * (b_total / count)) * b_scale,)
+            if OFFSET != 0:
+                b_sum = b_plain[j] * offset_sum(b_total, count, OFFSET)
+                b_x = b_x + ((b_acc[j] + b_sum) * b_scale,)
             else:
                 b_x = b_x + (b_acc[j] * b_scale,)
         if HAS_RESIDUAL:
@@ -191,7 +193,7 @@ def mix_backward_kernel(
     HAS_NORM: tl.constexpr,
     HAS_CARRIED: tl.constexpr,
     FROM_MIX: tl.constexpr,
-    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     BS: tl.constexpr,
     HB: tl.constexpr,
@@ -295,9 +297,7 @@ def mix_backward_kernel(
             b_ds = tl.where(count > 1, b_alpha * (b_u - b_delta), 0.0)
             b_through = b_ds * b_rstd
             b_pull = over_norm_group(b_ds * b_logit, SLICE_NORM) * b_rstd * b_rstd / (D // NORMS)
-            b_weight = b_alpha
-            if CENTERED:
-                b_weight = b_alpha - 1.0 / count
+            b_weight = offset_weight(b_alpha, count, OFFSET)
             p = pointers(p_outputs, i_n, DTYPE)[:, None, None] + i_row * D
             if HAS_CARRIED:
                 p_c = pointers(p_carried, i_n, DTYPE)[:, None, None] + i_row * D
@@ -315,9 +315,7 @@ def mix_backward_kernel(
                 dq = dq + (b_dq[j] + over_sources(b_through * b, BS),)
             b_dq = dq
         if HAS_PRIOR:
-            b_weight = b_prior_alpha
-            if CENTERED:
-                b_weight = b_prior_alpha - 1.0 / count
+            b_weight = offset_weight(b_prior_alpha, count, OFFSET)
             dprior = ()
             for j in tl.static_range(NT):
                 dprior = dprior + (b_weight * b_dx[j],)

@@ -24,6 +24,8 @@ import triton.language as tl
 from depthroute.ops._triton.blocks import (
     hold,
     load_row,
+    offset_sum,
+    offset_weight,
     over_norm_group,
     store_row,
     sum_two,
@@ -65,7 +67,7 @@ def resident_forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
     BC: tl.constexpr,
@@ -156,12 +158,11 @@ def resident_forward_kernel(
             b_total += b_weight
             b = again(rows[n], NT, GPU)
             b_mix = axpy(b_weight, b, b_mix, NT)
-            if CENTERED:
+            if OFFSET != 0:
                 b_plain = plus(b_plain, b, NT)
         tl.store(p_stat + S * (H + NORMS) + o_h, b_top + tl.log(b_total), m_h)
-        if CENTERED:
-            # total / S is exactly 1 at zero queries, so the difference is exactly zero
-            b_mix = axpy(-b_total / count, b_plain, b_mix, NT)
+        if OFFSET != 0:
+            b_mix = axpy(offset_sum(b_total, count, OFFSET), b_plain, b_mix, NT)
         # scale / total first: weights are exactly 1 at zero queries when scale is S
         b_x = times(b_mix, tl.where(m_h, scale / b_total, 0.0), NT)
         if HAS_RESIDUAL:
@@ -214,7 +215,7 @@ def resident_backward_kernel(
     READS_LAST: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
     BC: tl.constexpr,
@@ -321,9 +322,7 @@ def resident_backward_kernel(
                 b_ds = b_ds * 0.0  # a single source has weight 1 and no gradient through it
             b_through = b_ds * b_rstd
             b_pull = over_norm_group(b_ds * logits[n], SLICE_NORM) * b_rstd * b_rstd / (D // NORMS)
-            b_weight = alphas[n]
-            if CENTERED:
-                b_weight = b_weight - 1.0 / count
+            b_weight = offset_weight(alphas[n], count, OFFSET)
             b = again(rows[n], NT, GPU)
             out = ()
             for j in tl.static_range(NT):
@@ -343,9 +342,7 @@ def resident_backward_kernel(
             out = plus(b_last, again(b_dstate, NT, GPU), NT)
             store_row(p_doutput + o_row, narrow(out, DTYPE, NT), H, DH, HB, BC, NT)
         if HAS_PRIOR:
-            b_weight = b_prior_alpha
-            if CENTERED:
-                b_weight = b_prior_alpha - 1.0 / count
+            b_weight = offset_weight(b_prior_alpha, count, OFFSET)
             b_held = narrow(times(b_dx, b_weight, NT), DTYPE, NT)
             store_row(p_dprior + o_row, b_held, H, DH, HB, BC, NT)
             tl.store(p_dprior_lse + i_row * H + o_h, b_prior_alpha * (b_prior_u - b_delta), m_h)
