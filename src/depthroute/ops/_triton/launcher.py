@@ -12,7 +12,8 @@ it by everything that Triton looks at:
 
 The rest is checked at every launch: addresses are multiples of 16, all tensors are on one device,
 and sizes fit 32 bits. Where that fails, where somebody watches launches (Triton's profiler) or has
-asked Triton for another kind of compilation, and in the interpreter, the launch is Triton's own.
+asked Triton for another kind of compilation, in the interpreter, and with a Triton whose inside is
+not known here, the launch is Triton's own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from operator import or_
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -36,6 +38,8 @@ _is_contiguous = Tensor.is_contiguous
 dtype_of: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__
 
 MAX_INT32 = 2**31 - 1
+IS_KNOWN = triton.__version__.startswith("3.6.")
+"""Whether this Triton's compiled kernels take what is passed to them below."""
 
 
 @lru_cache(maxsize=1024)
@@ -92,7 +96,8 @@ class Prepared:
             return
         addresses = list(map(_address, given))
         is_usual = (
-            not devices
+            IS_KNOWN
+            and not devices
             and not reduce(or_, addresses) & 15
             and max(numbers, default=0) <= MAX_INT32
             and not _is_watched()
