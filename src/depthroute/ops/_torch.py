@@ -25,12 +25,12 @@ def _unrounded(function: F) -> F:
     """Without autocast, which would round what goes into dot products to 16 bits."""
 
     @wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         device = (args[0] if isinstance(args[0], Tensor) else args[1]).device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-            return function(*args)
+            return function(*args, **options)
         with torch.autocast(device, enabled=False):
-            return function(*args)
+            return function(*args, **options)
 
     return cast(F, run)
 

@@ -310,7 +310,7 @@ class _EagerMix(torch.autograd.Function):
         flat = [_flat(s) for s in sources]
         x, rstd, logits, lse = _torch.mix_forward(
             flat, q, _flat_or_none(residual), _flat_or_none(prior), _flat_or_none(prior_lse),
-            *options, False,
+            *options, needs_lse=False,
         )  # fmt: skip
         ctx.save_for_backward(*sources, query, key_weight, prior, prior_lse, rstd, logits, lse)
         ctx.options = heads, offset, scale
