@@ -94,6 +94,7 @@ class Plan:
         whole = self.method in ("attnres", "delta") and self.sources == "delta"
         whole = whole and self.embedding_source and self.is_additive and self.init == "paper"
         few = self.block_size > 1 and self.num_sources(self.num_sublayers) <= FEW_SOURCES
+        few = few and self.has_query(self.num_sublayers - 1)  # or nothing would read them
         return whole and few and not self.is_gated and self.group_size is None
 
     @property
