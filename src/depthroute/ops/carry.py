@@ -114,7 +114,10 @@ class _CarriedGroup(torch.autograd.Function):
             )
             ctx.save_for_backward(*sources, queries, rstd, logits, lse)
             ctx.heads = heads
-            outputs = outputs.to(dtype)
+            if (
+                outputs.dtype != dtype
+            ):  # torch 2.11 compiles no gradient for a .to() that does nothing
+                outputs = outputs.to(dtype)
         return outputs, lse, *(s.view_as(s) for s in sources)
 
     @staticmethod
@@ -269,7 +272,7 @@ def depth_boundary(
         x, y, state, last, *handed = _CarriedMix.apply(
             triton, *tensors[:8], (returns_x, returns_last), (*options, keeps_low), *tensors[8:]
         )
-        return Boundary(x, y, residual if output is None else state, last, handed)
+        return Boundary(x, y, residual if output is None else state, last, list(handed))
     if output is not None:
         state = None if residual is None else residual + output
         last = output if partial is None else partial + output
