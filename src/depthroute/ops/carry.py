@@ -114,9 +114,8 @@ class _CarriedGroup(torch.autograd.Function):
             )
             ctx.save_for_backward(*sources, queries, rstd, logits, lse)
             ctx.heads = heads
-            if (
-                outputs.dtype != dtype
-            ):  # torch 2.11 compiles no gradient for a .to() that does nothing
+            if outputs.dtype != dtype:
+                # only then: torch 2.11 compiles no gradient for a .to() that does nothing
                 outputs = outputs.to(dtype)
         return outputs, lse, *(s.view_as(s) for s in sources)
 
