@@ -259,3 +259,9 @@ def test_autocast_rounds_nothing_inside(heads):
         found = run()
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_weights_cannot_be_centred_and_raised_at_once():
+    sources = [torch.randn(2, 8) for _ in range(2)]
+    with pytest.raises(DepthrouteError, match=r"centered takes .* choose one"):
+        ops.depth_mix(sources, torch.zeros(8), centered=True, adds_sources=True)

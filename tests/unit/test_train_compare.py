@@ -138,7 +138,8 @@ def test_the_run_directory_alone_gives_the_summary_again(finished):
     config = run.read_json("config.json")
     assert TrainSettings.from_dict(config["train"]) == SETTINGS
     assert presets.Preset.from_dict(config["preset"]) == SMALL
-    assert torch.__version__.startswith(config["environment"]["packages"]["torch"])  # or +cu130
+    recorded = config["environment"]["packages"]["torch"]  # without +cu130 and the like
+    assert recorded.split("+")[0] == torch.__version__.split("+")[0]
     assert not [p for p in run.path.iterdir() if p.suffix == ".tmp"]
 
 

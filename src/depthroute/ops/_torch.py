@@ -116,7 +116,8 @@ def mix_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H].
 
-    ``offset``: weights are alpha_n, alpha_n + 1 (1) or alpha_n - 1/S (-1).
+    ``offset``: weights are alpha_n, alpha_n + 1 (1) or alpha_n - 1/S (-1). Backward here takes the
+    softmax of the logits, so an eager call leaves out lse.
     """
     tokens, width = (prior if prior is not None else sources[0]).shape
     dtype = query.dtype
@@ -127,7 +128,7 @@ def mix_forward(
         rstd = query.new_empty(0, tokens, heads if slice_norm else 1)
         logits = query.new_empty(0, tokens, heads)
     every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
-    lse = torch.logsumexp(every, 0) if needs_lse else every[0]
+    lse = torch.logsumexp(every, 0) if needs_lse else every.new_empty(0)
     weights = _weights(every, offset, scale)
     values = list(sources) if prior is None else [prior, *sources]
     terms = [
