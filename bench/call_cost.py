@@ -48,7 +48,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     ns = torch.ops.depthroute
     sources, output, state, partial = [rows() for _ in range(SOURCES)], rows(), rows(), rows()
     query, weight = torch.randn(WIDTH, device=device), torch.ones(WIDTH, device=device)
-    options = 1e-6, 1, False, False, 0.5, 1e-6, torch.bfloat16, False
+    options = 1e-6, 1, False, False, 0.5, 1e-6, torch.bfloat16, False, False
 
     def forward():
         return ns.depth_mix_triton.default(
@@ -56,14 +56,14 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         )
 
     made = forward()
-    x, stats, (_, _, last) = made
+    stats, (_, kept, last) = made
     carried = [rows() for _ in range(SOURCES + 1)]
     grads = None, rows(), rows(), None
 
     def backward():
         return ns.depth_mix_triton_backward.default(
-            *grads, carried, [*sources, last], query, None, None, weight, x, None, stats,
-            1, False, False, 0.5, True, True, torch.bfloat16,
+            *grads, carried, [*sources, last], query, None, None, weight, kept, None, stats,
+            1, False, False, 0.5, True, True, True, torch.bfloat16,
         )  # fmt: skip
 
     heads = 4, 2, TOKENS, 64

@@ -221,7 +221,7 @@ def test_it_compiles_into_one_graph(sources):
 
 def test_the_registered_ops_pass_opcheck():
     sources, query = draw(3, 5, 96)
-    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16, False)
+    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16, False, True)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton.default,
         (sources, query, *[None] * 6, False, *options),

@@ -168,7 +168,9 @@ class BoundaryCase:
             made["prior lse"] = torch.randn(self.tokens, self.heads, device=device) + 1
         return made
 
-    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+    def call(
+        self, backend: str | None, returns_x: bool = True, **given: Tensor
+    ) -> tuple[Tensor, ...]:
         sources = [given[f"source {n}"] for n in range(self.sources)]
         output, state, partial = given["output"], given.get("state"), given.get("partial")
         query, gain, weight = given["query"], given["key weight"], given.get("norm weight")
@@ -178,8 +180,10 @@ class BoundaryCase:
             done = ops.depth_boundary(
                 output, sources, query, gain, state, partial, heads=self.heads, backend=backend,
                 reads_last=self.reads_last, norm_weight=weight, scale=self.scale, dtype=dtype,
-                adds_sources=self.adds_sources, returns_last=self.returns_last, **prior,
+                adds_sources=self.adds_sources, returns_last=self.returns_last,
+                returns_x=returns_x, **prior,
             )  # fmt: skip
+            assert (done.x is not None) == (returns_x or not self.norm)
             shown = done.y if self.norm else done.x
             kept = [t for t in (done.state if self.state else None, done.last) if t is not None]
             return shown, *kept, *done.sources
@@ -210,10 +214,13 @@ class BoundaryCase:
 
         exact = with_gradients(definition, inputs, grads, torch.float64)
         native = with_gradients(definition, inputs, grads)
-        with ops.record_backends() as ran:
-            kernel = with_gradients(lambda **g: self.call("triton", **g), inputs, grads)
-        assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
-        assert_within_budget(exact, native, kernel)
+        for returns_x in (True, False):  # x kept for the norm's gradient, or mixed again
+            with ops.record_backends() as ran:
+                kernel = with_gradients(
+                    lambda r=returns_x, **g: self.call("triton", r, **g), inputs, grads
+                )
+            assert ran == {("depth_mix", "triton"): 1, ("depth_mix_backward", "triton"): 1}
+            assert_within_budget(exact, native, kernel)
 
 
 @dataclass(frozen=True)

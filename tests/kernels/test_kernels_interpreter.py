@@ -188,12 +188,14 @@ def test_the_registered_ops_pass_opcheck():
     query = torch.randn(96, requires_grad=True)
     none = (None, None, None)
     options = (1e-6, 2, False, False, 1.0, 1e-6, torch.float32, False)
-    arguments = (sources, query, *none, None, None, None, False, *options)
+    arguments = (sources, query, *none, None, None, None, False, *options, True)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
     weight = torch.rand(96, requires_grad=True)
     output, state, partial = (torch.randn(3, 96, requires_grad=True) for _ in range(3))
-    arguments = (sources, query, state, None, None, weight, output, partial, True, *options)
-    torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
+    for keeps_x in (True, False):
+        pushed = (weight, output, partial, True)
+        arguments = (sources, query, state, None, None, *pushed, *options, keeps_x)
+        torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
 
 
 @interpreted
@@ -212,20 +214,23 @@ def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
 
 @interpreted
 @pytest.mark.parametrize("prior", [False, True])
+@pytest.mark.parametrize("mixes_again", [False, True])
 @pytest.mark.parametrize("shape", [(3, 96), (2, 3, 96)])
-def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior):
+def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, mixes_again):
     given = [torch.randn(shape) for _ in range(9)]
     query, weight = torch.randn(96), torch.rand(96)
     before = (given[8], torch.randn(*shape[:-1], 2)) if prior else (None, None)
     options = (1e-6, 2, False, False, 0.5, 1e-6, torch.float32, False)
-    x, stats, (_, _, last) = torch.ops.depthroute.depth_mix_triton.default(
-        given[:2], query, given[2], *before, weight, given[3], given[4], True, *options
+    stats, (x, _, state, last) = torch.ops.depthroute.depth_mix_triton.default(
+        given[:2], query, given[2], *before, weight, given[3], given[4], True, *options, True
     )
+    kept = state if mixes_again else x
+    flags = (True, True, mixes_again, torch.float32)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton_backward.default,
         (
             *(None, given[5], given[6], None, [given[7]] * 3, [*given[:2], last], query, *before),
-            *(weight, x, None, stats, 2, False, False, 0.5, True, True, torch.float32),
+            *(weight, kept, None, stats, 2, False, False, 0.5, *flags),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -106,6 +106,7 @@ def boundary(
     count=2, tokens=3, width=96, heads=1, dtype=bf16, weight=fp32, norm=True, state=True,
     partial=True, output=True, reads_last=True, prior=None, offset=0, slice_norm=False,
     carried=True, grad=True, grad_y=True, low=False, aligned=True, resident=True, grad_state=True,
+    keeps_x=True,
 ):  # fmt: skip
     """Both directions of one boundary, as the ops are registered."""
 
@@ -119,19 +120,21 @@ def boundary(
         before, before_lse = row(kind=prior), torch.zeros(tokens, heads)
     pushed = row(output)
     partial, reads_last = partial and output, reads_last and output
-    x, stats, _ = ns.depth_mix_triton.default(
+    stats, others = ns.depth_mix_triton.default(
         sources, query, row(state), before, before_lse, norm_weight, pushed, row(partial),
-        reads_last, 1e-6, heads, slice_norm, offset, 0.5, 1e-6, dtype, low,
+        reads_last, 1e-6, heads, slice_norm, offset, 0.5, 1e-6, dtype, low, keeps_x,
     )  # fmt: skip
+    kept = others[0] if keeps_x else row(state)
     grad_y = grad_y and norm
     read = [*sources, rows(dtype, tokens, width, aligned)] if reads_last else sources
     others = [rows(dtype, tokens, width, aligned) for _ in read] if carried else []
     writes = state and (output or grad_y)
     ns.depth_mix_triton_backward.default(
         row(grad or not grad_y), row(grad_y), row(grad_state and state), None, others, read, query,
-        before, before_lse, norm_weight if grad_y else None, x if norm or low else None,
+        before, before_lse, norm_weight if grad_y else None, kept if norm or low else None,
         torch.zeros(tokens, width, dtype=torch.int16) if low else None, stats, heads, slice_norm,
-        offset, 0.5, reads_last, writes and output and reads_last, dtype if writes else None,
+        offset, 0.5, reads_last, writes and output and reads_last, grad_y and not keeps_x,
+        dtype if writes else None,
     )  # fmt: skip
 
 
@@ -145,6 +148,8 @@ BOUNDARIES = [
     *({"prior": d} for d in (fp16, bf16, fp32)),
     {"heads": 4},
     {"heads": 4, "slice_norm": True},
+    *({"keeps_x": False, "state": state} for state in (False, True)),
+    {"keeps_x": False, "prior": bf16},
     *({name: True} for name in ("slice_norm", "low")),
     {"offset": -1},
     {"offset": 1},

@@ -43,14 +43,18 @@ def _attention_mix_backward(
     lse: Tensor,
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # pyright: ignore[reportReturnType]
-    """Of query, keys and values; the latter laid out like those, if they are all alike."""
+    """Of query, keys and values; the latter laid out like those, if they are all alike.
+
+    All query heads of a KV head have the same gradient, which is returned once [B, Hkv, T, d].
+    """
 
 
 @_attention_mix_backward.register_fake
 def _(grad, query, keys, values, logits, lse, scaling):
     is_alike = alike(keys) and alike(values)
     made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
-    return torch.empty_like(query), [made(k) for k in keys], [made(v) for v in values]
+    dkeys = [made(k) for k in keys]
+    return torch.empty_like(dkeys[-1], dtype=query.dtype), dkeys, [made(v) for v in values]
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:
@@ -71,6 +75,9 @@ def _backward(ctx, grad, *_):
     dquery, dkeys, dvalues = torch.ops.depthroute.depth_attention_mix_triton_backward(
         grad, query, keys, values, logits, lse, ctx.scaling
     )
+    repeats = query.shape[1] // dquery.shape[1]
+    if repeats > 1:  # which a compiler fuses into whatever reads it
+        dquery = dquery.repeat_interleave(repeats, 1)
     return dquery, dkeys, dvalues, None
 
 

@@ -43,12 +43,13 @@ def _depth_mix(
     norm_eps: float,
     dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # pyright: ignore[reportReturnType]
-    """x, stats and, of y, state, last and the low bits of x, those there are.
+    keeps_x: bool,
+) -> tuple[Tensor, list[Tensor]]:  # pyright: ignore[reportReturnType]
+    """stats and, of x, y, state, last and the low bits of x, those there are.
 
-    y needs a norm weight, state an output and a residual, last an output and a partial sum, the low
-    bits ``keeps_low``. With ``reads_last`` the last source is partial + output, or the output
-    itself where a block starts.
+    x and its low bits are there if they are kept; y needs a norm weight, state an output and a
+    residual, last an output and a partial sum. With ``reads_last`` the last source is partial +
+    output, or the output itself where a block starts.
     """
 
 
@@ -71,37 +72,38 @@ def _(
     norm_eps,
     dtype,
     keeps_low,
+    keeps_x,
 ):
     example = prior if prior is not None else output if output is not None else sources[0]
     normed = norm_weight is not None
     x = example.new_empty(example.shape, dtype=dtype)
     stats_of_token = stats_width(len(sources) + reads_last, heads, slice_norm, normed)
-    others = [x.new_empty(x.shape)] if normed else []
+    others = [x.new_empty(x.shape) for is_there in (keeps_x, normed) if is_there]
     if output is not None:
         others += [t.new_empty(t.shape) for t in (residual, partial) if t is not None]
     if keeps_low:
         others.append(x.new_empty(x.shape, dtype=torch.int16))
-    return x, query.new_empty(*x.shape[:-1], stats_of_token), others
+    return query.new_empty(*x.shape[:-1], stats_of_token), others
 
 
 class Forward(NamedTuple):
     """What ``depth_mix_triton`` returned."""
 
-    x: Tensor
     stats: Tensor
+    x: Tensor | None
     y: Tensor | None
     state: Tensor | None
     last: Tensor | None
     low: Tensor | None
 
 
-def named(inputs, x: Tensor, stats: Tensor, others: Sequence[Tensor]) -> Forward:
+def named(inputs, stats: Tensor, others: Sequence[Tensor]) -> Forward:
     """Its results by name; ``inputs`` are its arguments."""
     made = iter(others)
-    pushes, keeps_low = inputs[6] is not None, inputs[16]
+    pushes, keeps_low, keeps_x = inputs[6] is not None, *inputs[16:]
     return Forward(
-        x,
         stats,
+        next(made) if keeps_x else None,
         next(made) if inputs[5] is not None else None,
         next(made) if pushes and inputs[2] is not None else None,
         next(made) if pushes and inputs[7] is not None else None,
@@ -130,10 +132,13 @@ def _depth_mix_backward(
     scale: float,
     reads_last: bool,
     writes_output: bool,
+    mixes_again: bool,
     state_dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:  # pyright: ignore[reportReturnType]
     """Gradients of the sources; of the query and, if given, the norm weight [1|2, D]; of prior and
     prior_lse, if given, the residual, if ``state_dtype`` is, and the output, if ``writes_output``.
+
+    A norm needs ``x``, or ``mixes_again``, and then ``x`` is the state, if there is one.
     """
 
 
@@ -158,6 +163,7 @@ def _(
     scale,
     reads_last,
     writes_output,
+    mixes_again,
     state_dtype,
 ):
     others = [] if prior is None else [t.new_empty(t.shape) for t in (prior, prior_lse)]
@@ -202,6 +208,16 @@ def keeps_low_bits(rows: Sequence[Tensor], width: int, residual: bool, offset: b
     return not fits(len(rows), width, rows[0].element_size())
 
 
+def mixes_again(count: int, width: int, dtype: torch.dtype, rows: Sequence[Tensor | None]) -> bool:
+    """Whether the gradient of a boundary's norm can do without x, because both directions hold all
+    of its ``count`` sources: then backward mixes them again, which costs no traffic.
+
+    ``rows`` is everything as wide as x that the boundary reads.
+    """
+    alike = all(row is None or row.dtype == dtype for row in rows)
+    return alike and fits(count, width, dtype.itemsize)
+
+
 def save(ctx, inputs, made: Forward, *more: Tensor | None) -> None:
     """``more`` comes first in ``ctx.saved_tensors``."""
     sources, query, residual, prior, prior_lse, norm_weight, pushed, partial, reads_last = inputs[
@@ -211,16 +227,15 @@ def save(ctx, inputs, made: Forward, *more: Tensor | None) -> None:
     read = list(sources)
     if reads_last:
         read.append(pushed if partial is None else made.last)
+    kept = None
+    if made.low is not None or made.y is not None:
+        kept = made.x
+    ctx.mixes_again = made.y is not None and made.x is None
+    if ctx.mixes_again:
+        kept = residual if pushed is None else made.state
     ctx.save_for_backward(
-        *more,
-        *read,
-        query,
-        prior,
-        prior_lse,
-        norm_weight,
-        made.x if made.low is not None or made.y is not None else None,
-        made.low,
-        made.stats,
+        *(*more, *read, query, prior, prior_lse, norm_weight),
+        *(kept, made.low, made.stats),
     )
     ctx.state_dtype = None if residual is None else residual.dtype
     ctx.pushes, ctx.has_partial, ctx.reads_last = (
@@ -274,6 +289,7 @@ def gradients(
         ctx.scale,
         ctx.reads_last,
         writes_output,
+        ctx.mixes_again and norm_weight is not None,
         written,
     )
     others = iter(others)
@@ -311,13 +327,13 @@ def _setup(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(made.stats)
     ctx.set_materialize_grads(False)
     ctx.num_sources, ctx.num_inputs = len(inputs[0]), len(inputs)
-    ctx.made = [t is not None for t in (made.y, made.state, made.last)]
+    ctx.made = [t is not None for t in (made.x, made.y, made.state, made.last)]
     save(ctx, inputs, made)
 
 
-def _backward(ctx, grad, _stats, others):
+def _backward(ctx, _stats, others):
     others = iter(others)
-    grad_y, grad_state, grad_last = [next(others) if made else None for made in ctx.made]
+    grad, grad_y, grad_state, grad_last = [next(others) if made else None for made in ctx.made]
     if grad is None and grad_y is None:
         return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
     saved = ctx.saved_tensors

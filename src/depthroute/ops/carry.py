@@ -53,7 +53,7 @@ class _CarriedMix(torch.autograd.Function):
             elif output is not None and partial is None:
                 last = output.view_as(output)
             return made.x if returns_x else None, made.y, made.state, last, *handed
-        _, eps, heads, slice_norm, offset, scale, _, dtype, _ = options
+        _, eps, heads, slice_norm, offset, scale, _, dtype, _, _ = options
         x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
             sources, q, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype
         )
@@ -261,15 +261,17 @@ def depth_boundary(
     keeps_low = keeps_low and _triton_mix.keeps_low_bits(
         read, width, residual is not None, offset != 0
     )
-    options = reads_last, eps, heads, head_norm == "slice", offset, scale, norm_eps, dtype
+    returns_x = returns_x or norm_weight is None
+    keeps_x = returns_x or not _triton_mix.mixes_again(len(read), width, dtype, [*given, residual])
+    settings = reads_last, eps, heads, head_norm == "slice", offset, scale, norm_eps, dtype
+    options = *settings, keeps_low, keeps_x
     weights = query, key_weight
     if triton:
         tensors = *weights, residual, prior, prior_lse, norm_weight, output, partial, *sources
         if torch.compiler.is_compiling():
             tensors = _apart(tensors)
-        returns_x = returns_x or norm_weight is None
         x, y, state, last, *handed = _CarriedMix.apply(
-            triton, *tensors[:8], (returns_x, returns_last), (*options, keeps_low), *tensors[8:]
+            triton, *tensors[:8], (returns_x, returns_last), options, *tensors[8:]
         )
         return Boundary(x, y, residual if output is None else state, last, list(handed))
     if output is not None:
@@ -282,7 +284,7 @@ def depth_boundary(
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
         *(None, None, None),
         (True, True),
-        (*options, keeps_low),
+        options,
         *(_flat(s) for s in listed),
     )
     shape = example.shape

@@ -199,8 +199,8 @@ def _call(
     )
     tensors = list(sources), q, residual, prior, prior_lse, norm_weight
     nothing_pushed = None, None, False
-    x, _, others = torch.ops.depthroute.depth_mix_triton.default(
-        *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low
+    _, (x, *others) = torch.ops.depthroute.depth_mix_triton.default(
+        *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low, True
     )
     return x if norm_weight is None else (x, others[0])
 

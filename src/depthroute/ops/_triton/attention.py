@@ -1,8 +1,9 @@
 """Depth-attention value mixing at KV resolution: one program mixes BR rows (token, KV head).
 
 Forward reads the query heads once, each layer's key and value once, and writes the mixed value;
-saved are the logits and their log-sum-exp. Backward writes every gradient once. Tensors keep their
-strides, so the transposed views that attention modules make are read in place.
+saved are the logits and their log-sum-exp. Backward writes every gradient once, that of the R query
+heads of a KV head, which is the same for all of them, as one. Tensors keep their strides, so the
+transposed views that attention modules make are read in place.
 
 A few layers (COUNT of them) come as kernel arguments and the loop over them is unrolled: their
 loads are all under way at once, decoding needs no other launch, and backward reads every value
@@ -220,7 +221,5 @@ def attention_backward_kernel(
             p_dkey = _address(p_dkeys, j, KEY_DTYPE) + o_dkey
             tl.store(p_dvalue, (b_alpha * b_dx).to(VALUE_DTYPE), m_v)
             tl.store(p_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
-    b_dq = (b_dq / R).to(p_dquery.dtype.element_ty)
-    o_dquery = i_batch * dq_b + i_head * R * dq_h + i_token * dq_t
-    for r in tl.static_range(R):
-        tl.store(p_dquery + o_dquery + r * dq_h + o_d, b_dq, m_d)
+    o_dquery = i_batch * dq_b + i_head * dq_h + i_token * dq_t
+    tl.store(p_dquery + o_dquery + o_d, (b_dq / R).to(p_dquery.dtype.element_ty), m_d)

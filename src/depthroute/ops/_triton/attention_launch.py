@@ -143,10 +143,11 @@ def attention_backward(
     lse: Tensor,
     scaling: float,
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Of every query head of a KV head [B, Hkv, T, d], of keys and of values."""
     is_alike = alike(keys) and alike(values)
     made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
-    dquery = torch.empty_like(query)
     dkeys, dvalues = [made(k) for k in keys], [made(v) for v in values]
+    dquery = torch.empty_like(dkeys[-1], dtype=query.dtype)
     if lse.numel() == 0:
         return dquery, dkeys, dvalues
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)

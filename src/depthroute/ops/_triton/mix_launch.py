@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthroute.errors import DepthrouteError
 from depthroute.ops import _triton_mix
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.launcher import Prepared, are_aligned, dtype_of
@@ -71,6 +72,7 @@ def forward_plan(
     offset: int,
     reads_last: bool,
     keeps_low: bool,
+    keeps_x: bool,
     out: torch.dtype,
     sources: tuple[torch.dtype, ...],
     query: torch.dtype,
@@ -110,6 +112,7 @@ def forward_plan(
             HAS_OUTPUT=output is not None,
             HAS_PARTIAL=partial is not None,
             READS_LAST=reads_last,
+            WRITES_X=keeps_x,
             STAGES=launch.stages,
             **flags,
             **shape,
@@ -147,8 +150,9 @@ def mix_forward(
     norm_eps: float,
     out_dtype: torch.dtype,
     keeps_low: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """x [..., D], stats [..., K] and those there are of y, state, last and low bits [..., D]."""
+    keeps_x: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """stats [..., K] and those there are of x, y, state, last and low bits [..., D]."""
     example = prior if prior is not None else output if output is not None else sources[0]
     shape, width, count = example.shape, query.shape[0], len(sources) + reads_last
     tokens = example.numel() // width
@@ -162,16 +166,20 @@ def mix_forward(
         offset,
         reads_last,
         keeps_low,
+        keeps_x,
         out_dtype,
         tuple(map(dtype_of, sources)),
         *[None if t is None else t.dtype for t in tensors],
     )
     has_norm = norm_weight is not None
-    x = _rows_like(example, out_dtype)
-    y = torch.empty_like(x) if has_norm else None
+    if not keeps_x and not plan.is_resident:
+        raise DepthrouteError("x can only be left out where its sources are held; keep it")
+    rows = _rows_like(example, out_dtype)
+    x = rows if keeps_x else None
+    y = (torch.empty_like(rows) if keeps_x else rows) if has_norm else None
     stats_width = _triton_mix.stats_width(count, heads, slice_norm, has_norm)
     stats = query.new_empty(*shape[:-1], stats_width)
-    low = x.new_empty(shape, dtype=torch.int16) if keeps_low else None
+    low = rows.new_empty(shape, dtype=torch.int16) if keeps_low else None
     state = last = None
     if plan.is_resident and tokens:
         given = [*sources, *[t for t in tensors if t is not None]]
@@ -180,10 +188,10 @@ def mix_forward(
             tensors = [_optional(t) for t in tensors]
             query, residual, prior, prior_lse, norm_weight, output, partial = tensors
         if output is not None:
-            state = None if residual is None else torch.empty_like(x)
-            last = None if partial is None else torch.empty_like(x)
+            state = None if residual is None else torch.empty_like(rows)
+            last = None if partial is None else torch.empty_like(rows)
         plan.run(
-            layout.num_programs(plan.launch, tokens, x.device),
+            layout.num_programs(plan.launch, tokens, rows.device),
             (sources,),
             (
                 *(query, output, partial, residual, prior, prior_lse, norm_weight),
@@ -201,15 +209,15 @@ def mix_forward(
                 sources = [*sources, output if last is None else last]
         if tokens:
             sources = [layout.aligned(s) for s in sources]
-            (packed,) = layout.pack([sources], x)
+            (packed,) = layout.pack([sources], rows)
             optional = [_optional(t) for t in (residual, prior, prior_lse, norm_weight)]
             plan.run(
-                layout.num_programs(plan.launch, tokens, x.device),
+                layout.num_programs(plan.launch, tokens, rows.device),
                 (),
                 (packed, layout.aligned(query), *optional, x, low, y, stats),
                 (tokens, count, stats_width, eps, scale, norm_eps),
             )
-    return x, stats, [t for t in (y, state, last, low) if t is not None]
+    return stats, [t for t in (x, y, state, last, low) if t is not None]
 
 
 @cache
@@ -222,6 +230,7 @@ def backward_plan(
     offset: int,
     reads_last: bool,
     writes_output: bool,
+    mixes_again: bool,
     stats_width: int,
     state: Dtype,
     sources: tuple[torch.dtype, ...],
@@ -255,7 +264,7 @@ def backward_plan(
         "SLICE_NORM": slice_norm,
     }
     if is_resident:
-        num_rows = len(rows) + (norm_weight is not None)
+        num_rows = len(rows) + (norm_weight is not None and x is not None)
         launch = forced or layout.resident_backward_launch(block, count, num_rows, itemsize)
         run = Prepared(
             resident_backward_kernel,
@@ -264,6 +273,8 @@ def backward_plan(
             K=stats_width,
             DTYPE=layout.DTYPES[rows[0]],
             WRITES_OUTPUT=writes_output,
+            HAS_X=x is not None,
+            MIXES_AGAIN=mixes_again,
             READS_LAST=reads_last,
             STAGES=launch.stages,
             **flags,
@@ -305,13 +316,15 @@ def mix_backward(
     scale: float,
     reads_last: bool,
     writes_output: bool,
+    mixes_again: bool,
     state_dtype: torch.dtype | None,
 ) -> tuple[list[Tensor], Tensor, list[Tensor]]:
     """Gradients of the sources; of query and norm weight [1|2, D]; and of prior, prior_lse,
     residual and output, as far as there are any.
 
     ``carried`` are gradients of the sources from elsewhere, to be added; ``x`` is needed after a
-    norm (``grad_y`` given), and with its ``low`` bits where delta is taken from it.
+    norm (``grad_y`` given), and with its ``low`` bits where delta is taken from it. Where it
+    ``mixes_again``, ``x`` is the state that the mix is added to, if there is one.
     """
     (*leading, stats_width), width, count = stats.shape, query.shape[0], len(sources)
     tokens = stats.numel() // stats_width
@@ -325,6 +338,7 @@ def mix_backward(
         offset,
         reads_last,
         writes_output,
+        mixes_again,
         stats_width,
         state_dtype,
         tuple(map(dtype_of, sources)),
@@ -332,6 +346,8 @@ def mix_backward(
         *[None if t is None else t.dtype for t in tensors],
         stats.dtype,
     )
+    if mixes_again and not plan.is_resident:
+        raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
     given = [*sources, *carried, *[t for t in tensors if t is not None], stats]
     if not are_aligned(given):
         sources = [layout.aligned(s) for s in sources]

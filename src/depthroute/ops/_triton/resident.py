@@ -67,6 +67,7 @@ def resident_forward_kernel(
     HAS_RESIDUAL: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WRITES_X: tl.constexpr,
     OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
@@ -168,7 +169,8 @@ def resident_forward_kernel(
         if HAS_RESIDUAL:
             b_x = axpy(scale, again(b_state, NT, GPU), b_x, NT)
         b_held = narrow(b_x, DTYPE, NT)
-        store_row(p_x + o_row, b_held, H, DH, HB, BC, NT)
+        if WRITES_X:
+            store_row(p_x + o_row, b_held, H, DH, HB, BC, NT)
         if HAS_NORM:
             b_x = widen(b_held, NT)
             b_square = tl.sum(product(b_x, b_x, NT), 2, keep_dims=True)
@@ -215,6 +217,8 @@ def resident_backward_kernel(
     READS_LAST: tl.constexpr,
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_X: tl.constexpr,
+    MIXES_AGAIN: tl.constexpr,
     OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
@@ -224,7 +228,8 @@ def resident_backward_kernel(
     GPU: tl.constexpr,
 ):
     """``carried`` gradients are added to the sources'; ``grad_last`` is that of a last block sum
-    which this place does not read."""
+    which this place does not read. A norm needs x. With ``MIXES_AGAIN`` it is
+    mixed once more, and what is passed as x is the state it was added to, if there is one."""
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
     i_program = tl.program_id(0)
@@ -244,7 +249,8 @@ def resident_backward_kernel(
         p_stat = p_stats + i_row * K
         if HAS_NORM:
             b_gy = hold(p_grad_y + o_row, H, DH, HB, BC, NT)
-            b_x = hold(p_x + o_row, H, DH, HB, BC, NT)
+            if HAS_X:
+                b_x = hold(p_x + o_row, H, DH, HB, BC, NT)  # or the state
             b_r = tl.load(p_stat + K - 1 + o_one)
         if HAS_GRAD:
             b_grad = hold(p_grad + o_row, H, DH, HB, BC, NT)
@@ -254,6 +260,27 @@ def resident_backward_kernel(
         for n in tl.static_range(S):
             rows = rows + (hold(p_sources[n] + o_row, H, DH, HB, BC, NT),)
         b_lse = tl.load(p_stat + S * (H + NORMS) + o_h, m_h, 0.0)
+        count = S
+        if HAS_PRIOR:
+            count = S + 1
+            b_prior = hold(p_prior + o_row, H, DH, HB, BC, NT)
+            b_prior_alpha = tl.exp(tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0) - b_lse)
+        alphas, logits = (), ()
+        for n in tl.static_range(S):
+            b_logit = tl.load(p_stat + n * H + o_h, m_h, 0.0)
+            b_alpha = tl.where(m_h, tl.exp(b_logit - b_lse), 0.0)
+            alphas, logits = alphas + (b_alpha,), logits + (b_logit,)
+        if MIXES_AGAIN:
+            b_mix = zero_row(HB, BC, NT)
+            if HAS_X:
+                b_mix = widen(b_x, NT)
+            for n in tl.static_range(S):
+                b_weight = offset_weight(alphas[n], count, OFFSET)
+                b_mix = axpy(b_weight, widen(rows[n], NT), b_mix, NT)
+            if HAS_PRIOR:
+                b_weight = offset_weight(b_prior_alpha, count, OFFSET)
+                b_mix = axpy(b_weight, widen(b_prior, NT), b_mix, NT)
+            b_x = narrow(times(b_mix, scale, NT), DTYPE, NT)
         if HAS_NORM:
             # y = x r w:  dx = r (gw - xhat mean(gw xhat)),  dw += gy xhat
             b_g = widen(b_gy, NT)
@@ -283,35 +310,27 @@ def resident_backward_kernel(
         us = ()
         for n in tl.static_range(0, S - 3, 4):
             us = us + sum_four(
-                product(widen(rows[n], NT), b_dx, NT),
-                product(widen(rows[n + 1], NT), b_dx, NT),
-                product(widen(rows[n + 2], NT), b_dx, NT),
-                product(widen(rows[n + 3], NT), b_dx, NT),
+                product(again(rows[n], NT, GPU), b_dx, NT),
+                product(again(rows[n + 1], NT, GPU), b_dx, NT),
+                product(again(rows[n + 2], NT, GPU), b_dx, NT),
+                product(again(rows[n + 3], NT, GPU), b_dx, NT),
                 GPU,
             )
         if S % 4 >= 2:
             us = us + sum_two(
-                product(widen(rows[S // 4 * 4], NT), b_dx, NT),
-                product(widen(rows[S // 4 * 4 + 1], NT), b_dx, NT),
+                product(again(rows[S // 4 * 4], NT, GPU), b_dx, NT),
+                product(again(rows[S // 4 * 4 + 1], NT, GPU), b_dx, NT),
                 GPU,
             )
         if S % 2 == 1:
-            v = product(widen(rows[S - 1], NT), b_dx, NT)
+            v = product(again(rows[S - 1], NT, GPU), b_dx, NT)
             us = us + (tl.sum(v, 2, keep_dims=True),)
         b_delta = tl.zeros([1, HB, 1], tl.float32)
-        count = S
         if HAS_PRIOR:
-            count = S + 1
-            b_prior = widen(hold(p_prior + o_row, H, DH, HB, BC, NT), NT)
-            b_prior_alpha = tl.exp(tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0) - b_lse)
-            b_prior_u = tl.sum(product(b_prior, b_dx, NT), 2, keep_dims=True)
+            b_prior_u = tl.sum(product(again(b_prior, NT, GPU), b_dx, NT), 2, keep_dims=True)
             b_delta += b_prior_alpha * b_prior_u
-        alphas, logits = (), ()
         for n in tl.static_range(S):
-            b_logit = tl.load(p_stat + n * H + o_h, m_h, 0.0)
-            b_alpha = tl.where(m_h, tl.exp(b_logit - b_lse), 0.0)
-            b_delta += b_alpha * us[n]
-            alphas, logits = alphas + (b_alpha,), logits + (b_logit,)
+            b_delta += alphas[n] * us[n]
         for n in tl.static_range(S):
             if SLICE_NORM:
                 b_rstd = tl.load(p_stat + (S + n) * H + o_h, m_h, 0.0)
