@@ -98,6 +98,7 @@ def test_taking_delta_from_the_mix_keeps_the_error_budget(width, monkeypatch):
         BoundaryCase(5, 31, 768),
         BoundaryCase(3, 31, 1024, partial=False, dtype=fp32),
         BoundaryCase(2, 31, 1024, state=False, prior=True),
+        BoundaryCase(2, 31, 1024, partial=False, prior=True),
         BoundaryCase(3, 1, 1024),
         BoundaryCase(33, 15, 1024),
     ],

@@ -142,12 +142,11 @@ class ResidualStream:
     def _fuses(self, index: int) -> bool:
         """Whether the place before sublayer ``index`` is one call of the boundary kernel."""
         plan, held = self.plan, self.sources[0] if self.sources else self.state
-        return (
-            plan.fuses(index)
-            and self.observer is None
-            and held is not None
-            and ops.fuses_boundary(held, plan.num_sources(index))
-        )
+        if not plan.fuses(index) or self.observer is not None or held is None:
+            return False
+        # after phase 1, only what came since
+        finished = plan.num_finished(plan.group(index).start) if self.priors else 0
+        return ops.fuses_boundary(held, plan.num_sources(index) - finished)
 
     def _boundary(self, site: Site, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
         """Push what is pending, mix and apply the norm, in one kernel."""
@@ -293,7 +292,7 @@ class ResidualStream:
             )
         output = output.to(held.dtype)  # under autocast a sublayer's output is narrower
         noted = replace(self, index=index + 1, pending=output, priors=self.priors[1:])
-        return noted if self._fuses(index + 1) else noted.settled()
+        return noted if noted._fuses(index + 1) else noted.settled()
 
     def settled(self) -> ResidualStream:
         """The stream with a pending output added."""

@@ -93,11 +93,41 @@ def group_logits_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
+def group_softmax_kernel(
+    p_logits,
+    p_lse,
+    p_weights,
+    N,
+    S,
+    G,
+    TERMS: tl.constexpr,
+    GB: tl.constexpr,
+    SB: tl.constexpr,
+):
+    """lse [G, N] of one token, and its weights in bf16 terms [N, S, TERMS, GB]."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_g = tl.arange(0, GB)[None, :]
+    o_n = tl.arange(0, SB)[:, None]
+    m_g, m_n = o_g < G, o_n < S
+    p = p_logits + (i_row * S + o_n) * G + o_g
+    b_logit = tl.load(p, m_n & m_g, float("-inf"))
+    b_top = tl.max(tl.where(m_g, b_logit, 0.0), 0, keep_dims=True)
+    b_weight = tl.where(m_g, tl.exp(b_logit - b_top), 0.0)
+    b_total = tl.where(m_g, tl.sum(b_weight, 0, keep_dims=True), 1.0)
+    tl.store(p_lse + o_g.to(tl.int64) * N + i_row, b_top + tl.log(b_total), m_g)
+    b_high, b_mid, b_low = _split3(b_weight / b_total)
+    p = p_weights + (i_row * S + o_n) * (TERMS * GB) + o_g
+    tl.store(p, b_high, m_n & (o_g < GB))
+    tl.store(p + GB, b_mid, m_n & (o_g < GB))
+    if TERMS == 3:
+        tl.store(p + 2 * GB, b_low, m_n & (o_g < GB))
+
+
+@triton.jit(do_not_specialize=SIZES)
 def group_outputs_kernel(
     p_sources,
-    p_logits,
+    p_weights,
     p_outputs,
-    p_lse,
     N,
     S,
     G,
@@ -108,38 +138,30 @@ def group_outputs_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Softmax over the sources and BC columns of every output [G, N, D]; lse [G, N]."""
+    """BC columns of every output [G, N, D]."""
     TILES: tl.constexpr = (D + BC - 1) // BC
     i_tile = tl.program_id(0) % TILES
     i_program, num_programs = tl.program_id(0) // TILES, tl.num_programs(0) // TILES
-    o_g = tl.arange(0, GB)[:, None].to(tl.int64)
+    o_g = tl.arange(0, GB)
     o_n = tl.arange(0, SB)
     o_c = i_tile * BC + tl.arange(0, BC)[None, :]
-    m_g, m_n, m_c = o_g < G, o_n < S, o_c < D
+    m_n, m_c = o_n < S, o_c < D
+    m_w = m_n[:, None] & (o_g[None, :] < GB)
     p_rows = pointers(p_sources, tl.minimum(o_n, S - 1), tl.bfloat16)[:, None]
+    p_row = p_weights + o_n[:, None] * (TERMS * GB) + o_g[None, :]
     for k in tl.range(0, (N - i_program + num_programs - 1) // num_programs, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         b_x = tl.load(p_rows + i_row * D + o_c, m_n[:, None] & m_c, 0.0)
-        p = p_logits + (i_row * S + o_n[None, :]) * G + o_g
-        b_logit = tl.load(p, m_n[None, :] & m_g, float("-inf"))
-        b_logit = tl.where(m_g, b_logit, 0.0)  # a query that is not there: nothing infinite
-        b_top = tl.max(b_logit, 1, keep_dims=True)
-        b_weight = tl.exp(b_logit - b_top)
-        b_total = tl.sum(b_weight, 1, keep_dims=True)
-        b_alpha = b_weight / b_total
-        if TERMS == 2:
-            b_high, b_low = _split(b_alpha)
-            b_out = tl.dot(b_low, b_x)
-            b_out = tl.dot(b_high, b_x, b_out)
+        p = p_row + i_row * S * (TERMS * GB)
+        b_high, b_mid = tl.load(p, m_w, 0.0), tl.load(p + GB, m_w, 0.0)
+        if TERMS == 3:
+            b_out = tl.dot(tl.trans(tl.load(p + 2 * GB, m_w, 0.0)), b_x)
+            b_out = tl.dot(tl.trans(b_mid), b_x, b_out)
         else:
-            b_high, b_mid, b_low = _split3(b_alpha)
-            b_out = tl.dot(b_low, b_x)
-            b_out = tl.dot(b_mid, b_x, b_out)
-            b_out = tl.dot(b_high, b_x, b_out)
-        p = p_outputs + (o_g * N + i_row) * D + o_c
-        tl.store(p, b_out.to(p_outputs.dtype.element_ty), m_g & m_c)
-        if i_tile == 0:
-            tl.store(p_lse + o_g * N + i_row, b_top + tl.log(b_total), m_g)
+            b_out = tl.dot(tl.trans(b_mid), b_x)
+        b_out = tl.dot(tl.trans(b_high), b_x, b_out)
+        p = p_outputs + (o_g[:, None].to(tl.int64) * N + i_row) * D + o_c
+        tl.store(p, b_out.to(p_outputs.dtype.element_ty), (o_g[:, None] < G) & m_c)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -183,8 +205,7 @@ def group_weights_kernel(
     p_grad_lse,
     p_rstd,
     p_u,
-    p_alpha,
-    p_through,
+    p_weights,
     p_pull,
     N,
     S,
@@ -193,7 +214,8 @@ def group_weights_kernel(
     GB: tl.constexpr,
     SB: tl.constexpr,
 ):
-    """alpha and ds r [N, S, G], and the sum over queries of ds logit r^2 / D [N, S]."""
+    """alpha and ds r in two and three bf16 terms [N, S, 5, GB], and the sum over queries of
+    ds logit r^2 / D [N, S]."""
     i_row = tl.program_id(0).to(tl.int64)
     o_g = tl.arange(0, GB)[None, :].to(tl.int64)
     o_n = tl.arange(0, SB)[:, None]
@@ -209,9 +231,15 @@ def group_weights_kernel(
     b_delta -= tl.load(p_grad_lse + o_g * N + i_row, m_g, 0.0)
     b_ds = b_alpha * (b_u - b_delta)
     b_pull = tl.sum(b_ds * b_logit, 1, keep_dims=True) * b_rstd * b_rstd / D
-    tl.store(p_alpha + o_stat, b_alpha, m)
-    tl.store(p_through + o_stat, b_ds * b_rstd, m)
     tl.store(p_pull + i_row * S + o_n, b_pull, m_n)
+    p, m = p_weights + (i_row * S + o_n) * (5 * GB) + o_g, m_n & (o_g < GB)
+    b_high, b_low = _split(b_alpha)
+    tl.store(p, b_high, m)
+    tl.store(p + GB, b_low, m)
+    b_high, b_mid, b_low = _split3(b_ds * b_rstd)
+    tl.store(p + 2 * GB, b_high, m)
+    tl.store(p + 3 * GB, b_mid, m)
+    tl.store(p + 4 * GB, b_low, m)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -221,8 +249,7 @@ def group_sources_kernel(
     p_carried,
     p_grad,
     p_queries,
-    p_alpha,
-    p_through,
+    p_weights,
     p_pull,
     p_dqueries,
     N,
@@ -246,24 +273,26 @@ def group_sources_kernel(
     o_n = first + tl.arange(0, SB)
     o_c = i_tile * BC + tl.arange(0, BC)[None, :]
     m_g, m_n, m_c = o_g < G, o_n < last, o_c < D
-    m_x, m_s, m_q = m_n[:, None] & m_c, m_n[:, None] & m_g[None, :], m_g[:, None] & m_c
+    m_x, m_q = m_n[:, None] & m_c, m_g[:, None] & m_c
+    m_w = m_n[:, None] & (o_g[None, :] < GB)
     i_safe = tl.minimum(o_n, last - 1)
     p_rows = pointers(p_sources, i_safe, tl.bfloat16)[:, None] + o_c
     p_rows_out = pointers(p_outputs, i_safe, tl.bfloat16)[:, None] + o_c
     p_rows_carried = p_rows
     if HAS_CARRIED:
         p_rows_carried = pointers(p_carried, i_safe, tl.bfloat16)[:, None] + o_c
+    p_row = p_weights + o_n[:, None] * (5 * GB) + o_g[None, :]
     b_q, b_q_low = _split(tl.load(p_queries + o_g[:, None] * D + o_c, m_q, 0.0))
     b_dq = tl.zeros([GB, BC], tl.float32)
     for k in tl.range(0, (N - i_program + num_programs - 1) // num_programs, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         b_x = tl.load(p_rows + i_row * D, m_x, 0.0)
         b_dx = tl.load(p_grad + (o_g[:, None] * N + i_row) * D + o_c, m_q, 0.0)
-        o_stat = (i_row * S + o_n[:, None]) * G + o_g[None, :]
-        b_alpha, b_alpha_low = _split(tl.load(p_alpha + o_stat, m_s, 0.0))
-        b_through, b_mid, b_low = _split3(tl.load(p_through + o_stat, m_s, 0.0))
+        p = p_row + i_row * S * (5 * GB)
+        b_alpha, b_alpha_low = tl.load(p, m_w, 0.0), tl.load(p + GB, m_w, 0.0)
+        b_through, b_mid = tl.load(p + 2 * GB, m_w, 0.0), tl.load(p + 3 * GB, m_w, 0.0)
         b_pull = tl.load(p_pull + i_row * S + o_n, m_n, 0.0)
-        b_part = tl.dot(tl.trans(b_low), b_x)
+        b_part = tl.dot(tl.trans(tl.load(p + 4 * GB, m_w, 0.0)), b_x)
         b_part = tl.dot(tl.trans(b_mid), b_x, b_part)
         b_part = tl.dot(tl.trans(b_through), b_x, b_part)
         b_dq = _added(b_dq, b_part)

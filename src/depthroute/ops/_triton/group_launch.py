@@ -21,6 +21,7 @@ from depthroute.ops._triton.group_dot import (
     group_logits_kernel,
     group_outputs_kernel,
     group_products_kernel,
+    group_softmax_kernel,
     group_sources_kernel,
     group_weights_kernel,
 )
@@ -113,19 +114,21 @@ def _forward_dots(
             STAGES=3,
             num_warps=8,
         )
+        terms = 2 if outputs.dtype == torch.bfloat16 else 3
+        shape = tokens, len(sources), terms, tile.queries
+        weights = outputs.new_empty(shape, dtype=torch.bfloat16)
+        tiles = {"TERMS": terms, "GB": tile.queries, "SB": tile.sources}
+        group_softmax_kernel[(tokens,)](logits, lse, weights, *sizes, **tiles, num_warps=2)
         column_tiles = triton.cdiv(width, tile.columns)
         # many, each of some tokens: they need not all fit at once to end together
         programs = layout.dot_programs(32, tokens, column_tiles, queries.device)
         group_outputs_kernel[(programs * column_tiles,)](
             packed,
-            logits,
+            weights,
             outputs,
-            lse,
             *sizes,
             D=width,
-            TERMS=2 if outputs.dtype == torch.bfloat16 else 3,
-            GB=tile.queries,
-            SB=tile.sources,
+            **tiles,
             BC=tile.columns,
             STAGES=3 if tile.sources <= 64 else 2,
             num_warps=4 if tile.sources <= 64 else 8,
@@ -150,7 +153,8 @@ def _backward_dots(
     largest = max(last - first for first, last in ranges)
     long, short = (layout.dots(largest, num_queries, width, n) for n in (8192, 4096))
     every = layout.dots(len(sources), num_queries, width, 8192)
-    u, alpha, pull = torch.empty_like(logits), torch.empty_like(logits), torch.empty_like(rstd)
+    u, pull = torch.empty_like(logits), torch.empty_like(rstd)
+    weights = grad.new_empty(tokens, len(sources), 5, long.queries)
     column_tiles = triton.cdiv(width, short.columns)
     programs = layout.dot_programs(2, tokens, column_tiles, queries.device)
     partial = queries.new_empty(len(ranges), programs, num_queries, width)
@@ -178,8 +182,7 @@ def _backward_dots(
             grad_lse,
             rstd,
             u,
-            alpha,
-            u,  # each element is read before the same program writes it
+            weights,
             pull,
             *sizes,
             D=width,
@@ -194,8 +197,7 @@ def _backward_dots(
                 packed[2] if carried else None,
                 grad,
                 queries,
-                alpha,
-                u,
+                weights,
                 pull,
                 of_chunk,
                 *sizes,

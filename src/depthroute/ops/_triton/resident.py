@@ -172,7 +172,7 @@ def resident_forward_kernel(
         if WRITES_X:
             store_row(p_x + o_row, b_held, H, DH, HB, BC, NT)
         if HAS_NORM:
-            b_x = widen(b_held, NT)
+            b_x = again(b_held, NT, GPU)
             b_square = tl.sum(product(b_x, b_x, NT), 2, keep_dims=True)
             b_r = tl.rsqrt(tl.sum(b_square, 1, keep_dims=True) / D + norm_eps)
             b_y = ()
@@ -284,7 +284,7 @@ def resident_backward_kernel(
         if HAS_NORM:
             # y = x r w:  dx = r (gw - xhat mean(gw xhat)),  dw += gy xhat
             b_g = widen(b_gy, NT)
-            b_xhat = times(widen(b_x, NT), b_r, NT)
+            b_xhat = times(again(b_x, NT, GPU), b_r, NT)
             v = b_g[0] * b_w[0] * b_xhat[0]
             for j in tl.static_range(1, NT):
                 v += b_g[j] * b_w[j] * b_xhat[j]
