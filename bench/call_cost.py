@@ -56,13 +56,13 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         )
 
     made = forward()
-    stats, (_, kept, last) = made
+    stats, (_, pushed, last) = made
     carried = [rows() for _ in range(SOURCES + 1)]
     grads = None, rows(), rows(), None
 
     def backward():
         return ns.depth_mix_triton_backward.default(
-            *grads, carried, [*sources, last], query, None, None, weight, kept, None, stats,
+            *grads, carried, [*sources, last], query, None, None, weight, pushed, None, stats,
             1, False, False, 0.5, True, True, True, torch.bfloat16,
         )  # fmt: skip
 

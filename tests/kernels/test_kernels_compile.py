@@ -22,6 +22,7 @@ KERNELS = {
     "group_outputs_kernel",
     "group_products_kernel",
     "group_scores_kernel",
+    "group_softmax_kernel",
     "group_sources_kernel",
     "group_weights_kernel",
     "mix_backward_kernel",

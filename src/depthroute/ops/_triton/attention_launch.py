@@ -59,7 +59,7 @@ def plan(
 ) -> Plan:
     """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of the gradient and
     of what forward kept, ``strides`` their :func:`kinds`."""
-    rows = max(1, 2048 // triton.next_power_of_2(max(key_width, value_width)))
+    rows = max(1, 1024 // triton.next_power_of_2(max(key_width, value_width)))
     run = Prepared(
         attention_backward_kernel if is_backward else attention_forward_kernel,
         4,

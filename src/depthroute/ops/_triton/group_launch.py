@@ -97,7 +97,7 @@ def _forward_dots(
     num_queries, tokens, width = outputs.shape
     sizes = tokens, len(sources), num_queries
     tile = layout.dots(len(sources), num_queries, width, 8192)
-    at_once = 128 if not layout.INTERPRETED else 16
+    at_once = 256 if not layout.INTERPRETED else 16
     with layout.on_device(queries):
         (packed,) = layout.pack([sources], queries)
         group_logits_kernel[(len(sources) * triton.cdiv(tokens, at_once),)](
@@ -110,7 +110,7 @@ def _forward_dots(
             D=width,
             GB=tile.queries,
             BT=at_once,
-            BK=min(128, max(16, triton.next_power_of_2(width))),
+            BK=min(64, max(16, triton.next_power_of_2(width))),
             STAGES=3,
             num_warps=8,
         )
@@ -118,7 +118,8 @@ def _forward_dots(
         shape = tokens, len(sources), terms, tile.queries
         weights = outputs.new_empty(shape, dtype=torch.bfloat16)
         tiles = {"TERMS": terms, "GB": tile.queries, "SB": tile.sources}
-        group_softmax_kernel[(tokens,)](logits, lse, weights, *sizes, **tiles, num_warps=2)
+        warps = max(1, tile.sources * tile.queries // 1024)
+        group_softmax_kernel[(tokens,)](logits, lse, weights, *sizes, **tiles, num_warps=warps)
         column_tiles = triton.cdiv(width, tile.columns)
         # many, each of some tokens: they need not all fit at once to end together
         programs = layout.dot_programs(32, tokens, column_tiles, queries.device)
@@ -151,12 +152,15 @@ def _backward_dots(
     sizes = tokens, len(sources), num_queries
     ranges = layout.chunks(len(sources))
     largest = max(last - first for first, last in ranges)
-    long, short = (layout.dots(largest, num_queries, width, n) for n in (8192, 4096))
+    long = layout.dots(largest, num_queries, width, 8192)
+    # 128 columns; a program of two warps has fewer barriers to wait at
+    short = layout.dots(largest, num_queries, width, 128 * long.sources)
+    warps, stages = (2, 3) if short.sources <= 32 else (4, 2)
     every = layout.dots(len(sources), num_queries, width, 8192)
     u, pull = torch.empty_like(logits), torch.empty_like(rstd)
     weights = grad.new_empty(tokens, len(sources), 5, long.queries)
     column_tiles = triton.cdiv(width, short.columns)
-    programs = layout.dot_programs(2, tokens, column_tiles, queries.device)
+    programs = layout.dot_programs(4, tokens, column_tiles, queries.device)
     partial = queries.new_empty(len(ranges), programs, num_queries, width)
     with layout.on_device(queries):
         lists = [sources, dsources, *([carried] if carried else [])]
@@ -208,8 +212,8 @@ def _backward_dots(
                 GB=short.queries,
                 SB=short.sources,
                 BC=short.columns,
-                STAGES=3,
-                num_warps=4,
+                STAGES=stages,
+                num_warps=warps,
             )
     return partial.sum((0, 1))
 

@@ -47,15 +47,22 @@ def tiles(width: int, heads: int) -> Tiles:
 
 
 @cache
-def resident_tiles(width: int, heads: int) -> Tiles:
-    """One tile where the padding costs little, since every tile is another copy of the code.
+def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
+    """Few, wide tiles where the padding costs little, since every tile is another copy of the code
+    and 16 bytes a thread are read faster than 8.
 
     Padded lanes cost registers, no memory traffic: 768 columns take 1024 lanes, not 3 x 256.
+    7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the copy speed as 7 x 1024, 1.00 so), but
+    not where a kernel ``holds_more`` than its sources and has no registers to waste.
     """
     single = triton.next_power_of_2(width // heads)
     lanes = single * triton.next_power_of_2(heads)
     if lanes <= 2048 or (lanes <= 4096 and 3 * lanes <= 4 * width):
         return Tiles(triton.next_power_of_2(heads), single, 1)
+    for columns in (4096, 2048) if heads == 1 and not holds_more else ():
+        count = triton.cdiv(width, columns)
+        if 5 * count * columns <= 6 * width:
+            return Tiles(1, columns, count)
     return tiles(width, heads)
 
 
@@ -106,9 +113,10 @@ def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
 
 
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
-    """Timed on an H200 (`depthroute bench tune`): three stages beat one."""
+    """Timed on an H200: with few sources, as many stages as put nearly all of them on their way."""
     at_once = 1 if block.count == 1 or num_sources == 1 else 2
-    stages = _stages(3, at_once * block.elements * itemsize)
+    wanted = 4 if num_sources <= 8 and block.elements >= 2048 else 3
+    stages = _stages(wanted, at_once * block.elements * itemsize)
     return Launch(at_once, _warps(block.elements, 32), stages, 0)
 
 
@@ -123,24 +131,31 @@ def backward_launch(
     return Launch(at_once, warps, _stages(3, ahead) if from_mix else 1, max(2, 16 // warps))
 
 
-def resident_forward_launch(
-    block: Tiles, rows: int, itemsize: int, is_boundary: bool, has_state: bool
-) -> Launch:
-    """``rows`` are read by each program and token; the next token's are fetched meanwhile.
+def resident_forward_launch(block: Tiles, rows: int, itemsize: int) -> Launch:
+    """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
 
-    Timed on an H200: enough programs that about 64 KB are on their way to each SM.
+    Timed on an H200 (bench/results/tune_h200_boundary.json): 16 columns a thread and 8 warps to an
+    SM, at every width. More programs than fit an SM together take turns, and the last turn is
+    rarely full: 9 sources of 1024 took 150 us so, and take 103.
     """
-    warps = min(8, _warps(block.elements, 8 if is_boundary else 16))
-    programs = max(1, (16 if is_boundary and not has_state else 8) // warps)
-    stages = _stages(3, rows * block.elements * itemsize, programs)
-    return Launch(rows, warps, stages, programs)
+    warps = min(8, _warps(block.elements, 16 if rows <= 10 else 8))  # more would spill
+    programs, ahead = max(1, 8 // warps), rows * block.elements * itemsize
+    while programs > 1 and 2 * programs * ahead > SHARED_BYTES:
+        programs -= 1
+    return Launch(rows, warps, _stages(3, ahead, programs), programs)
 
 
-def resident_backward_launch(block: Tiles, num_sources: int, rows: int, itemsize: int) -> Launch:
-    warps = min(8, _warps(block.elements, 8))
-    programs = max(1, 8 // warps)
-    wanted = 3 if num_sources <= 9 else 2
-    return Launch(rows, warps, _stages(wanted, rows * block.elements * itemsize), programs)
+def resident_backward_launch(
+    block: Tiles, num_sources: int, rows: int, itemsize: int, carried: bool
+) -> Launch:
+    """Timed in the same runs: about 70 KB on their way to each SM, which is one program from a
+    width of 2048 on; fewer columns a thread than forward, since it holds more of them."""
+    few = block.elements == 2048 and num_sources <= 6
+    warps = min(8, _warps(block.elements, 16 if few else 8))
+    programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
+    if block.elements == 1024 and carried:
+        programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
+    return Launch(rows, warps, _stages(3, ahead, programs), programs)
 
 
 def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:

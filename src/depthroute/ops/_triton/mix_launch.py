@@ -44,14 +44,19 @@ def _rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.new_empty(tensor.shape, dtype=dtype)
 
 
-FEW_ELEMENTS = 6144
-"""Of a token's sources up to which holding them beats streaming in a plain forward (5 of 1024).
+FEW_ELEMENTS, WIDE = 6144, 4096
+"""Where holding a token's sources beats streaming them in a plain forward: few elements in all (5
+sources of width 1024), or a row so wide that it takes several tiles (5 of 7168).
 
-Elsewhere streaming was faster by 2 to 7% forward, and by far slower backward."""
+Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."""
 
 
-def _shape(width: int, heads: int, held: bool) -> tuple[layout.Tiles, dict[str, Any]]:
-    block = (layout.resident_tiles if held else layout.tiles)(width, heads)
+def _shape(
+    width: int, heads: int, held: bool, holds_more: bool
+) -> tuple[layout.Tiles, dict[str, Any]]:
+    block = layout.tiles(width, heads)
+    if held:
+        block = layout.resident_tiles(width, heads, holds_more)
     return block, {
         "H": heads,
         "DH": width // heads,
@@ -88,9 +93,9 @@ def forward_plan(
     held = [*sources, output] if reads_last else [*sources]
     held += [dtype for dtype in (residual, prior, partial) if dtype is not None]
     is_boundary = output is not None or norm_weight is not None
-    is_few = is_boundary or count * width <= FEW_ELEMENTS
-    is_resident = fits and is_few and {*held, out} == {out}
-    block, shape = _shape(width, heads, is_resident)
+    is_held = is_boundary or count * width <= FEW_ELEMENTS or width > WIDE
+    is_resident = fits and is_held and {*held, out} == {out}
+    block, shape = _shape(width, heads, is_resident, False)
     itemsize = held[0].itemsize  # pyright: ignore[reportOptionalMemberAccess]
     flags = {
         "HAS_RESIDUAL": residual is not None,
@@ -100,9 +105,7 @@ def forward_plan(
         "SLICE_NORM": slice_norm,
     }
     if is_resident:
-        launch = forced or layout.resident_forward_launch(
-            block, len(held), itemsize, is_boundary, residual is not None
-        )
+        launch = forced or layout.resident_forward_launch(block, len(held), itemsize)
         run = Prepared(
             resident_forward_kernel,
             launch.warps,
@@ -251,7 +254,8 @@ def backward_plan(
     rows = [*sources, *carried, prior, grad, grad_y, grad_state, grad_last]
     rows = [dtype for dtype in rows if dtype is not None]
     is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
-    block, shape = _shape(width, heads, is_resident)
+    holds_more = norm_weight is not None or len(carried) > 0
+    block, shape = _shape(width, heads, is_resident, holds_more)
     itemsize = rows[0].itemsize
     flags = {
         "HAS_GRAD": grad is not None,
@@ -265,7 +269,9 @@ def backward_plan(
     }
     if is_resident:
         num_rows = len(rows) + (norm_weight is not None and x is not None)
-        launch = forced or layout.resident_backward_launch(block, count, num_rows, itemsize)
+        launch = forced or layout.resident_backward_launch(
+            block, count, num_rows, itemsize, len(carried) > 0
+        )
         run = Prepared(
             resident_backward_kernel,
             launch.warps,
