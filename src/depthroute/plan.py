@@ -161,6 +161,14 @@ class Plan:
             return False  # the gate would be dead: see _refuse_dead_combinations
         return self.num_sources(index) > 0
 
+    @property
+    def last_read(self) -> int:
+        """The last place where sources are read, be it only to add them up at the end."""
+        place = self.num_sublayers
+        while self.keeps_state and place > 0 and not self.reads_mix(place):
+            place -= 1
+        return place
+
     def has_query(self, index: int) -> bool:
         """Whether there is something to choose: a single source has weight 1 and no gradient."""
         chooses = self.method in ("attnres", "delta")

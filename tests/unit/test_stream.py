@@ -279,6 +279,55 @@ def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatc
         assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
 
 
+def test_after_phase_one_only_newer_sources_have_to_fit_the_kernel(monkeypatch):
+    plan = RoutingConfig("attnres", evaluation="two_phase", group_size=4).resolve(6, width=WIDTH)
+    asked: list[int] = []
+
+    def fits(held: torch.Tensor, count: int) -> bool:
+        asked.append(count)
+        return count <= 4
+
+    monkeypatch.setattr("depthroute.ops.fuses_boundary", fits)
+    sites = nn.Sites(plan, WIDTH)
+    stream, waited = nn.ResidualStream.start(torch.randn(3, WIDTH), plan, sites=sites), []
+    for index in range(plan.num_sublayers):
+        x, stream = stream.take(sites.at(index))
+        stream = stream.push(x)
+        if stream.pending is not None:
+            waited.append(index + 1)
+    assert waited == [i for i in range(1, plan.num_sublayers) if i % 4]
+    assert max(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "settings, last",
+    [
+        ({"method": "delta"}, 7),  # it keeps the state, and nothing is read at the end
+        ({"method": "delta", "num_blocks": 2}, 8),  # the state is the sum of the sources
+        ({"method": "attnres"}, 8),
+        ({"method": "delta", "num_blocks": 2, "init": "centered"}, 7),
+    ],
+)
+def test_the_last_place_that_reads_sources(settings, last, monkeypatch):
+    """It hands them on to nobody: a compiled graph would make gradients of zeros for them."""
+    plan = RoutingConfig(**settings).resolve(4, width=WIDTH)
+    assert plan.last_read == last
+    handed, boundary = [], ops.depth_boundary
+
+    def spy(*args, hands_on: bool, **options):
+        handed.append(hands_on)
+        return boundary(*args, hands_on=hands_on, **options)
+
+    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda held, count: True)
+    monkeypatch.setattr("depthroute.ops.depth_boundary", spy)
+    sites = nn.Sites(plan, WIDTH)
+    stream = nn.ResidualStream.start(torch.randn(3, WIDTH), plan, sites=sites)
+    for index in range(plan.num_sublayers):
+        x, stream = stream.take(sites.at(index))
+        stream = stream.push(x)
+    assert all(handed[:-1]) and handed[-1] == (last == 8)
+
+
 def test_most_places_of_block_methods_are_one_kernel():
     plan = RoutingConfig("delta", num_blocks=4).resolve(28)
     assert sum(plan.fuses(i) for i in range(56)) == 42  # the first block has nothing to choose

@@ -136,6 +136,7 @@ class ResidualStream:
         held = self.sources[0] if self.sources else self.state
         assert held is not None
         carries = torch.is_grad_enabled() and held.device.type == "cuda"
+        carries = carries and self.index < self.plan.last_read
         x, after = self.settled()._read(site, carries)
         return (x if norm is None else norm.apply(x)), after
 
@@ -169,6 +170,8 @@ class ResidualStream:
             finished = plan.num_finished(plan.group(index).start)
             prior = {"prior": self.priors[0][0], "prior_lse": self.priors[0][1]}
         fused = norm is not None and norm.weight is not None
+        goes_on = partial is not None  # the kernel makes the block's sum
+        hands_on = index < plan.last_read or (goes_on and is_read)
         done = site.boundary(
             pushed,
             sources[finished:],
@@ -182,7 +185,8 @@ class ResidualStream:
             norm_weight=norm.weight if norm is not None else None,
             norm_eps=norm.eps if norm is not None else 0.0,
             returns_x=not fused,
-            returns_last=is_read or not plan.sums_sources,
+            returns_last=(hands_on or goes_on) and (is_read or not plan.sums_sources),
+            hands_on=hands_on,
             **prior,
         )
         handed = (*sources[:finished], *done.sources)
@@ -190,6 +194,7 @@ class ResidualStream:
             after = self._with_visible(handed)
         else:
             last = done.state if plan.sums_sources and not is_read else done.last
+            last = pushed if last is None else last  # a block of one that nobody reads
             assert last is not None
             closes = plan.boundary(index)
             after = replace(
@@ -332,9 +337,9 @@ class ResidualStream:
         after = self
         if queries.device.type == "cuda":
             # rounded: outputs are kept for backward, and the boundary kernel holds one dtype
-            outputs, lses, handed = ops.depth_mix_group_carried(
-                *arguments, dtype=self.sources[0].dtype, **options
-            )
+            options["dtype"] = self.sources[0].dtype
+        if "dtype" in options and self.plan.group(self.index).stop <= self.plan.last_read:
+            outputs, lses, handed = ops.depth_mix_group_carried(*arguments, **options)
             after = replace(self, sources=tuple(handed))
         else:
             outputs, lses = ops.depth_mix_group(*arguments, **options)

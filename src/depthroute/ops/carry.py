@@ -36,10 +36,10 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, triton, query, key_weight, residual, prior, prior_lse, norm_weight, *rest):
-        output, partial, (returns_x, returns_last), options, *sources = rest
+        output, partial, (returns_x, returns_last, hands_on), options, *sources = rest
         ctx.set_materialize_grads(False)
-        ctx.triton = triton
-        handed = [s.view_as(s) for s in sources]
+        ctx.triton, ctx.num_sources, ctx.hands_on = triton, len(sources), hands_on
+        handed = [s.view_as(s) for s in sources] if hands_on else []
         example = prior if prior is not None else output if output is not None else sources[0]
         q = _fold(query, key_weight, example.dtype)
         if triton:
@@ -66,6 +66,8 @@ class _CarriedMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         grad, grad_y, grad_state, grad_last, *carried = grads
+        if not ctx.hands_on:
+            carried = [None] * ctx.num_sources
         if ctx.triton:
             if grad is None and grad_y is None:  # nothing but a push
                 dlast = grad_last if ctx.has_partial else None
@@ -216,6 +218,7 @@ def depth_boundary(
     norm_eps: float = 1e-6,
     returns_x: bool = True,
     returns_last: bool = True,
+    hands_on: bool = True,
 ) -> Boundary:
     """Everything between two sublayers, in one kernel forward and one backward.
 
@@ -225,9 +228,10 @@ def depth_boundary(
 
     Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
     block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
-    group. ``sources`` excludes ``last``. Whoever needs no ``last`` or, with a norm, no ``x`` should
-    say so: a compiled graph makes a gradient of zeros for every result that nobody uses, which the
-    kernel then reads.
+    group. ``sources`` excludes ``last``. Whoever needs no ``last``, with a norm no ``x``, or has no
+    further site to hand sources on to (``hands_on=False`` returns them as they came) should say so:
+    a compiled graph makes a gradient of zeros for every result that nobody uses, which the kernel
+    then reads.
     """
     given = [t for t in (*sources, output, partial) if t is not None]
     _check_sources(given, query, key_weight, residual, heads, head_norm, prior)
@@ -271,9 +275,10 @@ def depth_boundary(
         if torch.compiler.is_compiling():
             tensors = _apart(tensors)
         x, y, state, last, *handed = _CarriedMix.apply(
-            triton, *tensors[:8], (returns_x, returns_last), options, *tensors[8:]
+            triton, *tensors[:8], (returns_x, returns_last, hands_on), options, *tensors[8:]
         )
-        return Boundary(x, y, residual if output is None else state, last, list(handed))
+        handed = list(handed if hands_on else sources)
+        return Boundary(x, y, residual if output is None else state, last, handed)
     if output is not None:
         state = None if residual is None else residual + output
         last = output if partial is None else partial + output
@@ -283,7 +288,7 @@ def depth_boundary(
         *weights,
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
         *(None, None, None),
-        (True, True),
+        (True, True, True),
         options,
         *(_flat(s) for s in listed),
     )
@@ -292,6 +297,7 @@ def depth_boundary(
     if output is not None and reads_last:
         *handed, last = handed
     last = last if returns_last else None
+    handed = handed if hands_on else list(sources)
     if norm_weight is None:
         return Boundary(x, None, state, last, handed)
     y = reference.rms_norm(x, norm_weight, norm_eps)
