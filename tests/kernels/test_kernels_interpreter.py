@@ -183,6 +183,16 @@ def test_double_precision_is_refused_and_auto_takes_torch():
 
 
 @interpreted
+@pytest.mark.parametrize("shape", [(1, 5), (127, 1, 96), (300, 2, 1000)])
+def test_rows_are_summed_over_programs(shape):
+    from depthroute.ops._triton.sums import sum_rows
+
+    rows = torch.randn(shape)
+    torch.testing.assert_close(sum_rows(rows), rows.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(sum_rows(rows), sum_rows(rows.clone()))
+
+
+@interpreted
 def test_the_registered_ops_pass_opcheck():
     sources = [torch.randn(3, 96, requires_grad=True) for _ in range(3)]
     query = torch.randn(96, requires_grad=True)

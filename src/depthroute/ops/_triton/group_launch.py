@@ -25,6 +25,7 @@ from depthroute.ops._triton.group_dot import (
     group_sources_kernel,
     group_weights_kernel,
 )
+from depthroute.ops._triton.sums import sum_rows
 
 
 def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
@@ -215,7 +216,7 @@ def _backward_dots(
                 STAGES=stages,
                 num_warps=warps,
             )
-    return partial.sum((0, 1))
+    return sum_rows(partial.flatten(0, 1))
 
 
 def group_backward(
@@ -317,4 +318,4 @@ def group_backward(
             STAGES=columns_launch.stages,
             num_warps=columns_launch.warps,
         )
-    return dsources, partial.sum(0)
+    return dsources, sum_rows(partial)

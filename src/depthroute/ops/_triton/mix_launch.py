@@ -23,6 +23,7 @@ from depthroute.ops._triton import layout
 from depthroute.ops._triton.launcher import Prepared, are_aligned, dtype_of
 from depthroute.ops._triton.mix import mix_backward_kernel, mix_forward_kernel
 from depthroute.ops._triton.resident import resident_backward_kernel, resident_forward_kernel
+from depthroute.ops._triton.sums import sum_rows
 
 Dtype = torch.dtype | None
 
@@ -401,7 +402,7 @@ def mix_backward(
         if doutput is not None:
             added = dsources[-1] if reads_last else grad_last
             torch.add(dstate, added, out=doutput)
-    return dsources, partial.sum(0), others
+    return dsources, sum_rows(partial), others
 
 
 __all__ = ["mix_backward", "mix_forward"]

@@ -1,0 +1,42 @@
+"""The second stage of sums over tokens: every program left a row, and these add up the rows."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from depthroute.ops._triton.launcher import Prepared
+
+COLUMNS, ROWS = 16, 128
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_rows_kernel(p_rows, p_sum, P, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """BC of the C sums; always in the same order."""
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    o_p = tl.arange(0, BP)[:, None].to(tl.int64)
+    b_sum = tl.zeros([BP, BC], tl.float32)
+    for i in tl.range(0, P, BP, num_stages=4):
+        b_sum += tl.load(p_rows + (i + o_p) * C + o_c, (i + o_p < P) & (o_c < C), 0.0)
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
+    tl.store(p_sum + o_c, tl.sum(b_sum, 0), o_c < C)
+
+
+@cache
+def _sum_rows(columns: int) -> Prepared:
+    return Prepared(sum_rows_kernel, 4, C=columns, BP=ROWS, BC=COLUMNS)
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """The sum over the first axis of a contiguous fp32 tensor.
+
+    ``torch.sum`` took 9 us for 264 rows of 1024 on an H200, a tenth of the kernel that left them.
+    """
+    total = torch.empty_like(rows[0])
+    columns = total.numel()
+    _sum_rows(columns)(triton.cdiv(columns, COLUMNS), (), (rows, total), (rows.shape[0],))
+    return total
