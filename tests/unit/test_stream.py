@@ -300,7 +300,7 @@ def test_after_phase_one_only_newer_sources_have_to_fit_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "settings, last",
+    ("settings", "last"),
     [
         ({"method": "delta"}, 7),  # it keeps the state, and nothing is read at the end
         ({"method": "delta", "num_blocks": 2}, 8),  # the state is the sum of the sources

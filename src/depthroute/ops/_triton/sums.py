@@ -9,9 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthroute.ops._triton import layout
 from depthroute.ops._triton.launcher import Prepared
 
-COLUMNS, ROWS = 16, 128
+COLUMNS = 16
+ROWS = 2 if layout.INTERPRETED else 128  # there, three programs are all; the loop is to repeat
 
 
 @triton.jit(do_not_specialize=["P"])
