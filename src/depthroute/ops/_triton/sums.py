@@ -12,8 +12,8 @@ from torch import Tensor
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.launcher import Prepared
 
-COLUMNS = 16
-ROWS = 2 if layout.INTERPRETED else 128  # there, three programs are all; the loop is to repeat
+# interpreted: few programs, and a loop that repeats although there are three rows
+ROWS, COLUMNS = (2, 512) if layout.INTERPRETED else (128, 16)
 
 
 @triton.jit(do_not_specialize=["P"])
