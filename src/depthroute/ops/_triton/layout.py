@@ -134,7 +134,7 @@ def backward_launch(
 def resident_forward_launch(block: Tiles, rows: int, itemsize: int) -> Launch:
     """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
 
-    Timed on an H200 (bench/results/tune_h200_boundary.json): 16 columns a thread and 8 warps to an
+    Timed on an H200 (bench/results/tune_h200_launches.json): 16 columns a thread and 8 warps to an
     SM, at every width. More programs than fit an SM together take turns, and the last turn is
     rarely full: 9 sources of 1024 took 150 us so, and take 103.
     """
