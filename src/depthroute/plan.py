@@ -450,8 +450,9 @@ def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
     """The group size with the least memory traffic, its cost, and that of one pass.
 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
-    source gradients accumulated in the kernels. One pass over S sources: S + 2 forward, 3S + 2
-    backward. Two phases with E newer sources: (6S)/G + 5 in phase 1, 4E + 6 in phase 2.
+    source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
+    sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
+    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2.
     """
     count = plan.num_sublayers
     average = sum(plan.num_sources(i) for i in range(count)) / count
@@ -463,6 +464,6 @@ def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
             start = i - i % size
             finished += plan.num_finished(start)
             newer += plan.num_sources(i) - plan.num_finished(start)
-        costs[size] = 6 * finished / count / size + 4 * newer / count + 11
+        costs[size] = 6 * finished / count / size + 3 + 4 * newer / count + 5
     best = min(costs, key=lambda size: costs[size])
     return best, costs[best], 4 * average + 4

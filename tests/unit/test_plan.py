@@ -228,7 +228,7 @@ def test_a_plan_says_how_it_evaluates_and_why():
     assert blocks.group_size == 4 and "passes a sublayer" in blocks.reason
     assert plan(28, method="attnres", num_blocks=8).group_size is None
     deep = plan(28, method="delta")
-    assert deep.group_size == 10 and "two phases in groups of 10: about 43 passes" in deep.reason
+    assert deep.group_size == 10 and "two phases in groups of 10: about 40 passes" in deep.reason
     several = plan(28, method="delta", heads=4)
     assert several.group_size is None and "one head only" in several.reason
     assert plan(28, method="delta", heads=4, evaluation="two_phase").group_size == 10
