@@ -1,6 +1,6 @@
 """What one call of the registered kernels costs the CPU, from the op to the driver's launch.
 
-    python bench/call_cost.py [--profile]
+    python bench/call_cost.py [--profile] [--rounds 15]
 
 With a GPU the calls are real and only their enqueueing is timed. Without one the kernels are
 compiled for Hopper and a launcher that does nothing takes the driver's place, so that everything
@@ -102,7 +102,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     return made | {"eager boundary forward": eager, "eager boundary, both": eager_both}
 
 
-def microseconds(call: Callable[[], object], number: int = 500, rounds: int = 15) -> float:
+def microseconds(call: Callable[[], object], rounds: int, number: int = 500) -> float:
     for _ in range(10):
         call()
     torch.cuda.synchronize() if torch.cuda.is_available() else None
@@ -112,6 +112,7 @@ def microseconds(call: Callable[[], object], number: int = 500, rounds: int = 15
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
+    parser.add_argument("--rounds", type=int, default=15, help="the least of so many counts")
     wanted = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
@@ -119,7 +120,7 @@ def main() -> None:
     for name, call in calls(device).items():
         # inside a compiled graph, as in an autograd.Function, nothing is recorded
         with torch.set_grad_enabled(name.startswith("eager")):
-            print(f"{name:<26} {microseconds(call):7.1f} us", flush=True)
+            print(f"{name:<26} {microseconds(call, wanted.rounds):7.1f} us", flush=True)
             if wanted.profile:
                 with cProfile.Profile() as profile:
                     for _ in range(300):

@@ -33,10 +33,10 @@ KERNELS = {
 }
 
 
-def test_every_kernel_compiles_for_hopper():
+def run(*command: str) -> str:
     environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_for_hopper"],
+        [sys.executable, *command],
         cwd=Path(__file__).parents[2],
         env=environment,
         capture_output=True,
@@ -44,4 +44,13 @@ def test_every_kernel_compiles_for_hopper():
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert set(done.stdout.split()) == KERNELS
+    return done.stdout
+
+
+def test_every_kernel_compiles_for_hopper():
+    assert set(run("-m", "tests.kernels.compile_for_hopper").split()) == KERNELS
+
+
+def test_the_cost_of_a_call_is_measured_without_a_gpu():
+    lines = run("bench/call_cost.py", "--rounds", "1").splitlines()
+    assert len(lines) == 6 and all(float(line.split()[-2]) > 0 for line in lines)
