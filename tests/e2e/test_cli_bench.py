@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from depthroute.bench import decode, gate, step, turns
+from depthroute.bench import decode, gate, kernels, step, timing, turns
 from depthroute.errors import DepthrouteError
 
 TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
@@ -155,3 +155,35 @@ def test_the_error_of_a_user_is_a_depthroute_error():
 
     with pytest.raises(DepthrouteError):
         device_of("meta", "step", cpu=True)
+
+
+def test_tuning_prints_the_best_setting_beside_the_one_in_use(depthroute, tmp_path, monkeypatch):
+    layout = pytest.importorskip("depthroute.ops._triton.layout")
+    out, asked = tmp_path / "tune.json", []
+
+    def jobs(kinds, mix_shapes, device):
+        asked.append((kinds, mix_shapes))
+        settings = kernels.named("warps stages", (2, 3), (4, 2))
+        case = kernels.Case("mix forward", "9x64", "mix", lambda: [torch.ones(3)], 4e6, settings)
+        return [kernels.Job("mix 9x64", lambda: [case])]
+
+    def median_ms(launch, device, budget):
+        return 8.0 / dict(layout.forced_changes("mix") or {"warps": 1})["warps"]
+
+    monkeypatch.setattr(kernels, "jobs", jobs)
+    monkeypatch.setattr(timing, "device_of", lambda *arguments, **options: torch.device("cpu"))
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e10)
+    monkeypatch.setattr(timing, "median_ms", median_ms)
+    status, printed, err = depthroute("bench", "tune", "--out", str(out), "--seconds", "60")
+    assert status == 0, err
+    assert "warps 4, stages 2" in printed and "2.000" in printed and "8.000" in printed
+    assert "in use: 0.050; warps 4, stages 2: 0.200" in err
+    saved = json.loads(out.read_text())
+    assert saved["settings"]["kernels"] == "mix" and len(asked[0][1]) == 8
+    assert [row["setting"] for row in saved["rows"]] == [
+        {},
+        {"warps": 2, "stages": 3},
+        {"warps": 4, "stages": 2},
+    ]
+    status, _, err = depthroute("bench", "tune", "--kernels", "mix,atention")
+    assert status == 2 and "did you mean 'attention'" in err

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from depthroute.bench import gate, kernels
 from depthroute.ops._triton import attention_launch, launcher, layout, mix_launch
 from tests.kernels.hopper import HopperDriver
 
@@ -337,3 +338,115 @@ def test_tensors_of_two_devices_are_left_to_triton(monkeypatch):
     for _ in range(2):
         kernel(1, (), (table, other), (5,))
     assert [type(c) for c in calls] == [tuple, tuple]
+
+
+# launch settings that are forced, to tune them
+
+CPU = torch.device("cpu")
+CONSTANTS = {
+    "warps": ["num_warps"],
+    "stages": ["STAGES"],
+    "columns": ["BC", "BK"],
+    "tokens": ["BT"],
+    "rows": ["BR"],
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Constants and number of programs of every launch that is Triton's own, as the first of each
+    plan is."""
+    seen, run = [], JITFunction.run
+
+    def noted(self, *args, grid, warmup, **constants):
+        if self.fn.__name__ not in ("_table_kernel", "sum_rows_kernel"):
+            seen.append(constants | {"kernel": self.fn.__name__, "programs": grid[0]})
+        return run(self, *args, grid=grid, warmup=warmup, **constants)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    monkeypatch.setattr(layout, "_num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(gate, "check", lambda mix, given: gate.Verdict(1.0, 0.0, "x"))
+    monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)
+    return seen
+
+
+def cases(tokens):
+    yield from kernels.mix(4, 1024, CPU, tokens)
+    yield from kernels.mix(20, 7168, CPU, tokens)
+    for way in (kernels.ATTNRES, kernels.DELTA, kernels.PHASE_2):
+        yield from kernels.boundary(way, 3, 1024, CPU, tokens)
+    yield from kernels.group(70, 10, 1024, CPU, tokens)
+    yield from kernels.attention(2, CPU, batch=1, length=tokens)
+
+
+def test_settings_that_are_forced_reach_the_kernel(launched):
+    tokens, num_settings = 70, 0
+    for case in cases(tokens):
+        launched.clear()
+        for setting in case.settings:
+            with layout.forced(case.forces, **setting):
+                case.launch()
+            num_settings += 1
+            found = launched[-1]
+            for field in CONSTANTS.keys() & setting.keys():
+                passed = [found[name] for name in CONSTANTS[field] if name in found]
+                assert passed == [setting[field]], (case.kernel, setting, found)
+            if found["kernel"].startswith("mix"):  # streamed, not held
+                assert found["BS"] == setting["sources"]
+            if "programs" in setting:
+                tiles = -(-1024 // setting["columns"]) if case.kernel.startswith("group") else 1
+                wanted = max(1, setting["programs"] // tiles) if setting["programs"] else tokens
+                each = min(tokens, wanted)
+                assert found["programs"] == each * tiles, (case.kernel, setting, found)
+            if case.kernel in ("group_products", "group_sources"):
+                assert len(launched) == -(-70 // setting["sources"])
+                assert found["SB"] >= -(-70 // len(launched))
+                launched.clear()
+        if case.forces in ("mix", "attention"):
+            assert len(launched) == len(case.settings), "every setting is a plan of its own"
+    assert num_settings > 200
+
+
+def test_what_is_forced_ends_with_the_block_and_concerns_one_kernel(launched):
+    forward, _ = kernels.mix(4, 1024, CPU, 5)
+    of_group = {case.kernel: case for case in kernels.group(3, 2, 96, CPU, 5)}
+    softmax, outputs = of_group["group_softmax"], of_group["group_outputs"]
+    in_use = layout.resident_forward_launch(layout.resident_tiles(1024, 1, False), 4, 2)
+    for setting in ({}, {"warps": 8}, {}):
+        mix_launch.forward_plan.cache_clear()
+        with layout.forced("mix", **setting):
+            forward.launch()
+        assert launched[-1]["num_warps"] == setting.get("warps", in_use.warps)
+        assert launched[-1]["STAGES"] == in_use.stages
+    with layout.forced("group_softmax", warps=8):
+        with layout.forced("group_softmax", warps=2):
+            softmax.launch()
+            assert launched[-1]["num_warps"] == 2
+        softmax.launch()
+        assert launched[-1]["num_warps"] == 8
+        outputs.launch()
+        assert launched[-1]["num_warps"] == layout.outputs_launch(3, 96).warps == 4
+    softmax.launch()
+    assert launched[-1]["num_warps"] == 1
+    with layout.forced("mix", width=8), pytest.raises(TypeError, match="width"):
+        forward.launch()
+
+
+def test_the_settings_in_use_are_those_that_were_measured():
+    dot = layout.DotLaunch
+    assert layout.logits_launch(1024) == dot(8, 3, 64, tokens=256)
+    assert layout.logits_launch(24) == dot(8, 3, 32, tokens=256)
+    for count, softmax, outputs, products, weights, sources in [
+        (11, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
+        (30, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
+        (50, 1, (4, 3, 128), (4, 3, 128), 2, (4, 2, 128)),
+        (130, 4, (8, 2, 32), (4, 3, 128), 8, (4, 2, 128)),
+    ]:
+        assert layout.softmax_launch(count, 10) == dot(softmax)
+        assert layout.outputs_launch(count, 1024) == dot(*outputs, programs=32)
+        assert layout.products_launch(count, 1024) == dot(*products, sources=64)
+        assert layout.weights_launch(count, 10) == dot(weights)
+        assert layout.sources_launch(count, 1024) == dot(*sources, programs=4, sources=64)
+    assert layout.chunks(130, 64) == [(0, 43), (43, 86), (86, 130)]
+    for width, rows in ((64, 16), (128, 8), (2048, 1)):
+        assert layout.attention_launch(width, 64) == layout.AttentionLaunch(rows, 4)

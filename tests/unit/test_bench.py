@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from depthroute import ops
-from depthroute.bench import breakdown, gate, operators, path, peers, precompile, timing, tuning
+from depthroute.bench import breakdown, gate, operators, path, peers, precompile, timing
 from depthroute.bench.record import Record, write_json
 from depthroute.bench.step import jobs
 from depthroute.errors import ConfigError, DepthrouteError
@@ -242,27 +242,6 @@ def test_shapes_are_sources_by_width():
     for wrong in ("5", "5x", "axb", "0x4", "5x1024,"):
         with pytest.raises(ConfigError, match="SOURCESxWIDTH"):
             operators.parse_shapes(wrong, [])
-
-
-def test_the_best_setting_of_each_kernel_is_kept():
-    rows = [
-        {"S": 9, "D": 64, "kernel": "forward", "setting": [1, 1, 1, 0], "ms": 2.0},
-        {"S": 9, "D": 64, "kernel": "forward", "setting": [2, 1, 1, 0], "ms": 1.0},
-        {"S": 9, "D": 64, "kernel": "backward", "setting": [4, 1, 1, 0], "error": "too large"},
-    ]
-    assert tuning.best_rows(rows) == [rows[1]]
-    for settings in (tuning.forward_settings, tuning.backward_settings):
-        for width in operators.WIDTHS:
-            found = list(settings(width))
-            assert 4 <= len(found) == len(set(found)) <= 40
-
-
-def test_a_setting_that_changes_the_result_is_not_timed():
-    x = torch.randn(50, 8)
-    tuning.require_same([x * (1 + 1e-3 * torch.randn_like(x))], [x])
-    for wrong in (x * 1.02, x * float("nan")):
-        with pytest.raises(ArithmeticError, match="not timed"):
-            tuning.require_same([wrong], [x])
 
 
 def test_a_device_that_is_lost_ends_the_run_with_what_there_is(monkeypatch):

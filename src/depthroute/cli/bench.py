@@ -224,31 +224,47 @@ def decode(
     _finish(record, columns, f"one token, {preset}", as_json)
 
 
-@bench.command(epilog="Example: `depthroute bench tune --shapes 9x2048 --out tune.json`")
+@bench.command(epilog="Example: `depthroute bench tune --kernels boundary,group --out tune.json`")
 def tune(
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="all, or of mix, boundary (between sublayers), group (phase 1 on tensor cores) "
+            "and attention (depth attention), separated by commas."
+        ),
+    ] = "mix",
     shapes: Annotated[
-        str, typer.Option(help="all, or SOURCESxWIDTH separated by commas.")
+        str,
+        typer.Option(
+            help="Of mix: all, or SOURCESxWIDTH separated by commas. Other kernels have their own."
+        ),
     ] = "9x1024,33x1024,9x2048,33x2048,9x4096,33x4096,9x7168,33x7168",
     seconds: Seconds = 240.0,
     device: Device = "auto",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Launch settings of the depth-mix kernels; `ops/_triton/layout.py` holds the choice."""
+    """Launch settings of the kernels; `ops/_triton/layout.py` holds the choice.
+
+    The setting in use is timed first. Any other has to give the same result before it is timed;
+    one that does not, or does not fit the chip, is a row with its error.
+    """
+    from depthroute.bench import kernels as tunable
     from depthroute.bench import operators, timing, tuning
 
     where = timing.device_of(device, "tune", cpu=False)
-    everything = operators.all_shapes()
-    wanted = operators.parse_shapes(shapes, everything)
-    record = _record("tune", out, shapes=shapes, seconds=seconds)
-    tuning.run(record, where, shapes=wanted, seconds=seconds)
+    kinds = tunable.parse(kernels)
+    wanted = operators.parse_shapes(shapes, operators.all_shapes())
+    record = _record("tune", out, kernels=kernels, shapes=shapes, seconds=seconds)
+    jobs = tunable.jobs(kinds, wanted, where)
+    tuning.run(record, where, jobs=jobs, seconds=seconds)
     columns = {
-        "S": "S",
-        "D": "D",
         "kernel": "kernel",
+        "shape": "shape",
         "setting": "best",
         "ms": "ms",
         "frac": "of copy",
+        "in_use_ms": "in use ms",
     }
     _finish(record, columns, "launch settings", as_json, tuning.best_rows(record.rows))
 
@@ -307,6 +323,7 @@ FORMATS = {
     "both_frac": "{:.3f}",
     "frac": "{:.3f}",
     "ms": "{:.3f}",
+    "in_use_ms": "{:.3f}",
     "peak_gb": "{:.2f}",
     "relative_speed": "{:.3f}x",
     "relative_speed_quartiles": "{0[0]:.3f}-{0[1]:.3f}",

@@ -45,6 +45,7 @@ class Plan(NamedTuple):
 
 @cache
 def plan(
+    forced: layout.Changes,
     is_backward: bool,
     count: int,
     heads: int,
@@ -59,10 +60,10 @@ def plan(
 ) -> Plan:
     """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of the gradient and
     of what forward kept, ``strides`` their :func:`kinds`."""
-    rows = max(1, 1024 // triton.next_power_of_2(max(key_width, value_width)))
+    launch = layout.changed(layout.attention_launch(key_width, value_width), forced)
     run = Prepared(
         attention_backward_kernel if is_backward else attention_forward_kernel,
-        4,
+        launch.warps,
         HEADS=heads,
         R=query_heads // heads,
         DK=key_width,
@@ -70,11 +71,11 @@ def plan(
         KEY_DTYPE=layout.DTYPES[key],
         VALUE_DTYPE=layout.DTYPES[value],
         COUNT=count,
-        BR=rows,
+        BR=launch.rows,
         BD=triton.next_power_of_2(key_width),
         BV=triton.next_power_of_2(value_width),
     )
-    return Plan(rows, run)
+    return Plan(launch.rows, run)
 
 
 def _launch(
@@ -90,6 +91,7 @@ def _launch(
     (_, heads, _, key_width), value_width = key.shape, value.shape[-1]
     is_few = num_layers <= MAX_ARGUMENTS
     found = plan(
+        layout.forced_changes("attention"),
         len(lists) > 2,
         num_layers if is_few else 0,
         heads,

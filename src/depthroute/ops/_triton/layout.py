@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from depthroute.ops._triton.launcher import Prepared, dtype_of
 INTERPRETED = interpreter.enable()
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+AnyLaunch = TypeVar("AnyLaunch")
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,39 @@ class Launch:
     stages: int
     programs: int
     """Per multiprocessor, each taking every P-th token; 0 gives every token its own program."""
+    columns: int = 0
+    """Of a tile, where another tiling than that of :func:`tiles` is forced; see :func:`retiled`."""
 
 
-_forced: Launch | None = None
+Changes = tuple[tuple[str, int], ...] | None
+"""Fields of a launch and what they are instead; hashable, so that a plan's key can hold them."""
+
+_forced: dict[str, Changes] = {}
+forced_changes = _forced.get
+"""By kernel: ``mix`` (and boundary), ``attention`` and those on tensor cores under their names."""
 
 
 @contextlib.contextmanager
-def forced(launch: Launch | None) -> Iterator[None]:
-    """Launch everything inside with these settings, to tune them."""
-    global _forced
-    before, _forced = _forced, launch
+def forced(kernel: str, **fields: int) -> Iterator[None]:
+    """Launch ``kernel`` inside with these settings instead of those chosen, to tune them."""
+    before = _forced.get(kernel)
+    _forced[kernel] = tuple(sorted(fields.items())) or None
     try:
         yield
     finally:
-        _forced = before
+        _forced[kernel] = before
 
 
-def forced_launch() -> Launch | None:
-    return _forced
+def changed(launch: AnyLaunch, changes: Changes) -> AnyLaunch:
+    return replace(launch, **dict(changes)) if changes else launch
+
+
+def retiled(block: Tiles, slice_width: int, changes: Changes) -> Tiles:
+    """``block``, or tiles of as many columns as are forced."""
+    columns = dict(changes or ()).get("columns", 0)
+    if not columns:
+        return block
+    return Tiles(block.heads, columns, triton.cdiv(slice_width, columns))
 
 
 def _warps(elements: int, per_thread: int) -> int:
@@ -176,16 +192,32 @@ def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
 
 
 @dataclass(frozen=True)
-class Dots:
-    """Tiles of the phase-1 kernels on tensor cores (``group_dot``), whose operands have at least 16
-    rows and columns."""
+class AttentionLaunch:
+    rows: int
+    """Of one program."""
+    warps: int
 
-    sources: int
-    """Of a tile, padded to a power of two (SB)."""
-    queries: int
-    """All of them, padded (GB)."""
-    columns: int
-    """BC or BK."""
+
+def attention_launch(key_width: int, value_width: int) -> AttentionLaunch:
+    rows = max(1, 1024 // triton.next_power_of_2(max(key_width, value_width)))
+    return AttentionLaunch(rows, 4)
+
+
+@dataclass(frozen=True)
+class DotLaunch:
+    """How a phase-1 kernel on tensor cores (``group_dot``) is launched; what a kernel has no use
+    for is left as it is here."""
+
+    warps: int
+    stages: int = 1
+    columns: int = 0
+    """Of a tile (BC or BK)."""
+    programs: int = 0
+    """Per multiprocessor, those of all column tiles together."""
+    tokens: int = 1
+    """Of one program (BT)."""
+    sources: int = 0
+    """Of one launch, at most."""
 
 
 DOT_SOURCES, DOT_QUERIES = 256, 32
@@ -194,19 +226,58 @@ DOT_CHUNK = 64
 """Sources whose gradients fit one program."""
 
 
-def dots(num_sources: int, num_queries: int, width: int, elements: int) -> Dots:
-    """Tiles of about ``elements`` elements of all sources."""
-    rows = max(16, triton.next_power_of_2(num_sources))
-    padded = max(16, triton.next_power_of_2(width))
-    columns = min(padded, max(32, min(256, elements // rows)))
-    return Dots(rows, max(16, triton.next_power_of_2(num_queries)), columns)
+def padded(count: int) -> int:
+    """Rows or columns of an operand of tensor cores: a power of two, at least 16."""
+    return max(16, triton.next_power_of_2(count))
 
 
-def chunks(num_sources: int) -> list[tuple[int, int]]:
-    """Ranges of at most DOT_CHUNK sources, as even as possible."""
-    count = triton.cdiv(num_sources, DOT_CHUNK)
+def _dot_columns(rows: int, width: int, elements: int) -> int:
+    """Of a tile of about ``elements`` elements, so many ``rows`` at a time."""
+    return min(padded(width), max(32, min(256, elements // rows)))
+
+
+def logits_launch(width: int) -> DotLaunch:
+    tokens = 256 if not INTERPRETED else 16
+    return DotLaunch(8, 3, columns=min(64, padded(width)), tokens=tokens)
+
+
+def softmax_launch(num_sources: int, num_queries: int) -> DotLaunch:
+    return DotLaunch(max(1, padded(num_sources) * padded(num_queries) // 1024))
+
+
+def outputs_launch(num_sources: int, width: int) -> DotLaunch:
+    """Many programs, each of some tokens: they need not all fit at once to end together."""
+    rows = padded(num_sources)
+    warps, stages = (4, 3) if rows <= 64 else (8, 2)
+    return DotLaunch(warps, stages, _dot_columns(rows, width, 8192), programs=32)
+
+
+def products_launch(num_sources: int, width: int) -> DotLaunch:
+    rows = padded(largest_chunk(num_sources, DOT_CHUNK))
+    return DotLaunch(4, 3, _dot_columns(rows, width, 8192), sources=DOT_CHUNK)
+
+
+def weights_launch(num_sources: int, num_queries: int) -> DotLaunch:
+    return DotLaunch(max(1, padded(num_sources) * padded(num_queries) // 512))
+
+
+def sources_launch(num_sources: int, width: int) -> DotLaunch:
+    """A program of two warps has fewer barriers to wait at."""
+    rows = padded(largest_chunk(num_sources, DOT_CHUNK))
+    warps, stages = (2, 3) if rows <= 32 else (4, 2)
+    columns = _dot_columns(rows, width, 128 * rows)
+    return DotLaunch(warps, stages, columns, programs=4, sources=DOT_CHUNK)
+
+
+def chunks(num_sources: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of at most so many sources, as even as possible."""
+    count = triton.cdiv(num_sources, most)
     ends = [num_sources * i // count for i in range(count + 1)]
     return list(itertools.pairwise(ends))
+
+
+def largest_chunk(num_sources: int, most: int) -> int:
+    return max(last - first for first, last in chunks(num_sources, most))
 
 
 @cache
@@ -228,9 +299,10 @@ _SAME_DEVICE = contextlib.nullcontext()
 
 def dot_programs(per_sm: int, tokens: int, column_tiles: int, device: torch.device) -> int:
     """For each column tile, so that all of them together make ``per_sm`` programs an SM."""
-    if device.type != "cuda":
+    available = _num_multiprocessors(device)
+    if available == 0:
         return min(tokens, 3)
-    return min(tokens, max(1, per_sm * _num_multiprocessors(device) // column_tiles))
+    return min(tokens, max(1, per_sm * available // column_tiles))
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

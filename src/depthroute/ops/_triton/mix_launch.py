@@ -53,11 +53,12 @@ Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."
 
 
 def _shape(
-    width: int, heads: int, held: bool, holds_more: bool
+    width: int, heads: int, held: bool, holds_more: bool, forced: layout.Changes
 ) -> tuple[layout.Tiles, dict[str, Any]]:
     block = layout.tiles(width, heads)
     if held:
         block = layout.resident_tiles(width, heads, holds_more)
+    block = layout.retiled(block, width // heads, forced)
     return block, {
         "H": heads,
         "DH": width // heads,
@@ -71,7 +72,7 @@ def _shape(
 @cache
 def forward_plan(
     fits: bool,
-    forced: layout.Launch | None,
+    forced: layout.Changes,
     width: int,
     heads: int,
     slice_norm: bool,
@@ -96,7 +97,7 @@ def forward_plan(
     is_boundary = output is not None or norm_weight is not None
     is_held = is_boundary or count * width <= FEW_ELEMENTS or width > WIDE
     is_resident = fits and is_held and {*held, out} == {out}
-    block, shape = _shape(width, heads, is_resident, False)
+    block, shape = _shape(width, heads, is_resident, False, forced)
     itemsize = held[0].itemsize  # pyright: ignore[reportOptionalMemberAccess]
     flags = {
         "HAS_RESIDUAL": residual is not None,
@@ -106,7 +107,8 @@ def forward_plan(
         "SLICE_NORM": slice_norm,
     }
     if is_resident:
-        launch = forced or layout.resident_forward_launch(block, len(held), itemsize)
+        launch = layout.resident_forward_launch(block, len(held), itemsize)
+        launch = layout.changed(launch, forced)
         run = Prepared(
             resident_forward_kernel,
             launch.warps,
@@ -122,7 +124,7 @@ def forward_plan(
             **shape,
         )
         return Plan(True, launch, run)
-    launch = forced or layout.forward_launch(block, count, itemsize)
+    launch = layout.changed(layout.forward_launch(block, count, itemsize), forced)
     run = Prepared(
         mix_forward_kernel,
         launch.warps,
@@ -163,7 +165,7 @@ def mix_forward(
     tensors = query, residual, prior, prior_lse, norm_weight, output, partial
     plan = forward_plan(
         _triton_mix.fits(count, width, (sources[0] if sources else example).element_size()),
-        layout.forced_launch(),
+        layout.forced_changes("mix"),
         width,
         heads,
         slice_norm,
@@ -227,7 +229,7 @@ def mix_forward(
 @cache
 def backward_plan(
     fits: bool,
-    forced: layout.Launch | None,
+    forced: layout.Changes,
     width: int,
     heads: int,
     slice_norm: bool,
@@ -256,7 +258,7 @@ def backward_plan(
     rows = [dtype for dtype in rows if dtype is not None]
     is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
     holds_more = norm_weight is not None or len(carried) > 0
-    block, shape = _shape(width, heads, is_resident, holds_more)
+    block, shape = _shape(width, heads, is_resident, holds_more, forced)
     itemsize = rows[0].itemsize
     flags = {
         "HAS_GRAD": grad is not None,
@@ -270,9 +272,8 @@ def backward_plan(
     }
     if is_resident:
         num_rows = len(rows) + (norm_weight is not None and x is not None)
-        launch = forced or layout.resident_backward_launch(
-            block, count, num_rows, itemsize, len(carried) > 0
-        )
+        launch = layout.resident_backward_launch(block, count, num_rows, itemsize, len(carried) > 0)
+        launch = layout.changed(launch, forced)
         run = Prepared(
             resident_backward_kernel,
             launch.warps,
@@ -289,7 +290,8 @@ def backward_plan(
         )
         return Plan(True, launch, run)
     from_mix = low is not None
-    launch = forced or layout.backward_launch(block, count, itemsize, from_mix, len(carried) > 0)
+    launch = layout.backward_launch(block, count, itemsize, from_mix, len(carried) > 0)
+    launch = layout.changed(launch, forced)
     run = Prepared(
         mix_backward_kernel,
         launch.warps,
@@ -338,7 +340,7 @@ def mix_backward(
     tensors = grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
     plan = backward_plan(
         count > 0 and _triton_mix.fits(count, width, sources[0].element_size()),
-        layout.forced_launch(),
+        layout.forced_changes("mix"),
         width,
         heads,
         slice_norm,
