@@ -164,8 +164,10 @@ class Plan:
     @property
     def last_read(self) -> int:
         """The last place where sources are read, be it only to add them up at the end."""
-        place = self.num_sublayers
-        while self.keeps_state and place > 0 and not self.reads_mix(place):
+        place = self.num_sublayers if self.routes else 0
+        if place == 0 or not self.keeps_state:
+            return place
+        while place > 0 and not self.reads_mix(place):
             place -= 1
         return place
 

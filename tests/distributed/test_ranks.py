@@ -83,6 +83,11 @@ def test_two_processes_equal_one(seen, mode, case):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_layer_inside_a_group_gets_its_log_sum_exps_unrounded(seen, mode):
+    assert [rank[mode]["statistics"] for rank in seen] == [["torch.float32"]] * RANKS
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_signal_to_one_rank_saves_and_stops_all_and_the_run_goes_on(seen, mode):
     for rank in range(RANKS):
         run = seen[rank][mode]["interrupted"]

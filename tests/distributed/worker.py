@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import depthroute as dr
-from depthroute import presets
+from depthroute import ops, presets
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, joined
 from depthroute.parallel.wrap import wrap
@@ -63,6 +63,26 @@ def frozen(world, mode):
     model.freeze_base()
     one = Trainer(wrap(model, world, mode), STEPS, world)
     return {"losses": [r.loss for r in one.run(words(), 0)]}
+
+
+def statistics(world, mode):
+    """dtypes of what the places inside a group are given of its phase 1, in bf16 training."""
+    seen, merge = set(), ops.depth_mix_merge
+
+    def spy(prior, prior_lse, *args, **options):
+        seen.add(str(prior_lse.dtype))
+        return merge(prior, prior_lse, *args, **options)
+
+    routing = dr.RoutingConfig("delta", evaluation="two_phase", group_size=3)
+    preset = replace(SMALL, model=SMALL.model | {"num_hidden_layers": 3})  # a group over two layers
+    settings = replace(STEPS, precision="bf16", steps=1)
+    model = wrap(presets.build(preset, routing), world, mode, precision="bf16")
+    ops.depth_mix_merge = spy
+    try:
+        list(Trainer(model, settings, world).run(words(), 0))
+    finally:
+        ops.depth_mix_merge = merge
+    return sorted(seen)
 
 
 def interrupted(world, mode, folder):
@@ -158,6 +178,7 @@ def main(folder):
                 found["alone"]["frozen"] = frozen(SINGLE, "ddp")
             for mode in ("ddp", "fsdp"):
                 found[mode]["frozen"] = frozen(world, mode)
+                found[mode]["statistics"] = statistics(world, mode)
                 found[mode]["interrupted"] = interrupted(world, mode, folder / mode)
                 found[mode]["full disk"] = full_disk(world, mode, folder / mode)
                 found[mode]["diverged"] = diverged(world, mode)

@@ -144,6 +144,7 @@ def test_phase_one_keeps_the_error_budget(case: GroupCase):
         AttentionCase(2, 2, 15, 4, 4, 64, dtype=fp32),
         AttentionCase(5, 2, 15, 6, 2, 80, value_width=48, dtype=fp16, transposed=False),
         AttentionCase(30, 1, 33, 4, 2, 64),
+        AttentionCase(2, 2, 15, 4, 2, 64, strided_rows=True),
     ],
     ids=str,
 )

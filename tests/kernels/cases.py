@@ -294,10 +294,13 @@ class AttentionCase:
     value_width: int | None = None
     dtype: torch.dtype = torch.bfloat16
     transposed: bool = True
+    strided_rows: bool = False
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         def draw(heads: int, width: int) -> Tensor:
             x = torch.randn(self.batch, self.tokens, heads, width, device=device).to(self.dtype)
+            if self.strided_rows:  # the elements of a row are not neighbours
+                return x.permute(0, 2, 3, 1).contiguous().transpose(2, 3)
             return x.transpose(1, 2) if self.transposed else x.transpose(1, 2).contiguous()
 
         made = {"query": draw(self.query_heads, self.width)}

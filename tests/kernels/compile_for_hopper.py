@@ -25,6 +25,8 @@ CASES = [
     MixCase(33, 3, 1024),
     BoundaryCase(3, 3, 1024),
     BoundaryCase(4, 3, 7168, reads_last=False),
+    BoundaryCase(7, 3, 5120, reads_last=False),
+    BoundaryCase(2, 3, 7168, partial=False, reads_last=False, dtype=torch.float32),
     BoundaryCase(3, 3, 4096, state=False, adds_sources=True),
     GroupCase(9, 8, 3, 1024),
     GroupCase(28, 10, 3, 1024, output_dtype=torch.bfloat16),

@@ -153,6 +153,7 @@ ATTENTION = [
     AttentionCase(1, 1, 3, 2, 2, 24, value_width=40, dtype=fp32),
     AttentionCase(4, 2, 5, 6, 2, 48, dtype=fp16, transposed=False),
     AttentionCase(9, 1, 3, 2, 1, 16),
+    AttentionCase(2, 2, 5, 4, 2, 16, strided_rows=True),
 ]
 
 

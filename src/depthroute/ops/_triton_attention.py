@@ -23,7 +23,7 @@ def _attention_mix(
 def _(query, keys, values, scaling):
     shape = keys[0].shape[:3]
     return (
-        torch.empty_like(values[-1]),
+        rows_like(values[-1]),
         query.new_empty(len(keys), *shape, dtype=torch.float32),
         query.new_empty(*shape, dtype=torch.float32),
     )
@@ -52,9 +52,14 @@ def _attention_mix_backward(
 @_attention_mix_backward.register_fake
 def _(grad, query, keys, values, logits, lse, scaling):
     is_alike = alike(keys) and alike(values)
-    made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
+    made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
     dkeys = [made(k) for k in keys]
     return torch.empty_like(dkeys[-1], dtype=query.dtype), dkeys, [made(v) for v in values]
+
+
+def rows_like(tensor: Tensor) -> Tensor:
+    """New rows in the same order; the kernels write the elements of a row side by side."""
+    return torch.empty_like(tensor) if tensor.stride(-1) == 1 else tensor.new_empty(tensor.shape)
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:

@@ -37,7 +37,11 @@ def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any
         return DistributedDataParallel(model, device_ids=ids)
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # inputs stay as they are: the embedding is bf16 already, and with the stream a layer is
+        # given log-sum-exps, which are fp32 for a reason
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     mesh = init_device_mesh(world.device.type, (world.size,))
     # a layer hands on the stream's earlier sources as they are; nothing ever writes into them
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")

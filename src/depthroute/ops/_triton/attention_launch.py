@@ -13,7 +13,7 @@ from torch import Tensor
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
 from depthroute.ops._triton.launcher import Prepared, kinds
-from depthroute.ops._triton_attention import alike
+from depthroute.ops._triton_attention import alike, rows_like
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mixed values [B, Hkv, T, dv], logits [J, B, Hkv, T], lse [B, Hkv, T]."""
     batch, heads, length, _ = keys[0].shape
-    mixed = torch.empty_like(values[-1])
+    mixed = rows_like(values[-1])
     logits = query.new_empty(len(keys), batch, heads, length, dtype=torch.float32)
     lse = logits.new_empty(batch, heads, length)
     rows = batch * heads * length
@@ -147,7 +147,7 @@ def attention_backward(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Of every query head of a KV head [B, Hkv, T, d], of keys and of values."""
     is_alike = alike(keys) and alike(values)
-    made = torch.empty_like if is_alike else lambda t: t.new_empty(t.shape)
+    made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
     dkeys, dvalues = [made(k) for k in keys], [made(v) for v in values]
     dquery = torch.empty_like(dkeys[-1], dtype=query.dtype)
     if lse.numel() == 0:

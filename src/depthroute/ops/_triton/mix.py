@@ -90,7 +90,7 @@ def mix_forward_kernel(
         if HAS_PRIOR:
             b_acc = load_row(p_prior + i_row * D, H, DH, HB, BC, NT)
             b_plain = b_acc
-            b_top = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0)
+            b_top = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0).to(tl.float32)
             b_total += 1.0
             count = S + 1
         for n in tl.range(0, S, BS, num_stages=STAGES):
@@ -264,7 +264,8 @@ def mix_backward_kernel(
         if HAS_PRIOR:
             count = S + 1
             b_prior = load_row(p_prior + i_row * D, H, DH, HB, BC, NT)
-            b_prior_alpha = tl.exp(tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0) - b_lse)
+            b_prior_lse = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0).to(tl.float32)
+            b_prior_alpha = tl.exp(b_prior_lse - b_lse)
             b_prior_u = dot_tiles(b_dx, b_prior, NT)
         if not FROM_MIX:
             if HAS_PRIOR:

@@ -107,7 +107,8 @@ def forward_plan(
         "SLICE_NORM": slice_norm,
     }
     if is_resident:
-        launch = layout.resident_forward_launch(block, len(held), itemsize)
+        loaded = len(held) + (output is not None and not reads_last)
+        launch = layout.resident_forward_launch(block, loaded, itemsize)
         launch = layout.changed(launch, forced)
         run = Prepared(
             resident_forward_kernel,

@@ -132,7 +132,7 @@ def resident_forward_kernel(
         b_top = tl.full([1, HB, 1], float("-inf"), tl.float32)
         count = S
         if HAS_PRIOR:
-            b_prior_lse = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0)
+            b_prior_lse = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0).to(tl.float32)
             b_top = b_prior_lse
             count = S + 1
         logits = ()
@@ -264,7 +264,8 @@ def resident_backward_kernel(
         if HAS_PRIOR:
             count = S + 1
             b_prior = hold(p_prior + o_row, H, DH, HB, BC, NT)
-            b_prior_alpha = tl.exp(tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0) - b_lse)
+            b_prior_lse = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0).to(tl.float32)
+            b_prior_alpha = tl.exp(b_prior_lse - b_lse)
         alphas, logits = (), ()
         for n in tl.static_range(S):
             b_logit = tl.load(p_stat + n * H + o_h, m_h, 0.0)
