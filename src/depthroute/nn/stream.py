@@ -334,11 +334,11 @@ class ResidualStream:
         gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
         options: dict[str, Any] = {"head_norm": self.plan.head_norm}
         arguments = self.sources, queries, gains, self.plan.eps, self.plan.heads
-        after = self
-        if queries.device.type == "cuda":
+        after, has_kernels = self, queries.device.type == "cuda"
+        if has_kernels:
             # rounded: outputs are kept for backward, and the boundary kernel holds one dtype
             options["dtype"] = self.sources[0].dtype
-        if "dtype" in options and self.plan.group(self.index).stop <= self.plan.last_read:
+        if has_kernels and self.plan.group(self.index).stop <= self.plan.last_read:
             outputs, lses, handed = ops.depth_mix_group_carried(*arguments, **options)
             after = replace(self, sources=tuple(handed))
         else:

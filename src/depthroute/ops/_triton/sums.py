@@ -34,10 +34,8 @@ def _sum_rows(columns: int) -> Prepared:
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """The sum over the first axis of a contiguous fp32 tensor.
-
-    ``torch.sum`` took 9 us for 264 rows of 1024 on an H200, a tenth of the kernel that left them.
-    """
+    """The sum over the first axis of a contiguous fp32 tensor, a few columns a program, so that many
+    programs share a sum that is long and narrow."""
     total = torch.empty_like(rows[0])
     columns = total.numel()
     _sum_rows(columns)(triton.cdiv(columns, COLUMNS), (), (rows, total), (rows.shape[0],))
