@@ -34,8 +34,8 @@ def _sum_rows(columns: int) -> Prepared:
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """The sum over the first axis of a contiguous fp32 tensor, a few columns a program, so that many
-    programs share a sum that is long and narrow."""
+    """The sum over the first axis of a contiguous fp32 tensor; a program takes a few columns, so
+    that many share a sum that is long and narrow."""
     total = torch.empty_like(rows[0])
     columns = total.numel()
     _sum_rows(columns)(triton.cdiv(columns, COLUMNS), (), (rows, total), (rows.shape[0],))
