@@ -120,6 +120,10 @@ def test_the_median_is_taken_over_enough_calls():
     assert len(calls) == timing.MAX_REPEATS + 2
 
 
+def test_one_graph_lasts_long_enough_to_be_timed():
+    assert [timing.calls_per_graph(ms) for ms in (0.0, 0.05, 0.3, 0.6, 40.0)] == [32, 20, 3, 1, 1]
+
+
 def test_a_row_is_timed_refused_wrong_or_failed():
     def row(mix, name="a peer", **changes):
         contender = peers.Contender(name, None, mix, **changes)
@@ -210,13 +214,19 @@ def test_a_limit_costs_shapes_and_no_peer_all_of_them(monkeypatch, tmp_path):
     assert [r.get("seconds") for r in record.rows] == [10] * 5 + [None] * 2
 
 
-def test_the_shapes_of_a_slow_peer_are_compiled_side_by_side():
-    rows = [[name, sources, 64] for sources in (2, 3) for name in ("slow", "quick")]
-    assert precompile.dealt(rows, 2) == [
-        [["slow", 2, 64], ["quick", 2, 64]],
-        [["slow", 3, 64], ["quick", 3, 64]],
-    ]
-    assert len(precompile.dealt(rows, 9)) == 4
+def test_a_peer_that_tunes_in_long_graphs_does_so_in_shorter_ones(monkeypatch):
+    testing = pytest.importorskip("triton.testing")
+    lengths = []
+    monkeypatch.setattr(
+        testing, "do_bench_cudagraph", lambda call, rep=20, quantiles=None: lengths.append(rep)
+    )
+    mine, other = (
+        types.SimpleNamespace(_do_bench=testing.do_bench_cudagraph),
+        types.SimpleNamespace(_do_bench=1),
+    )
+    peers._tune_quickly(types.SimpleNamespace(forward=mine, backward=other, size=3))
+    mine._do_bench(lambda: None, quantiles=(0.5,))
+    assert lengths == [peers.TUNING_MS] and other._do_bench == 1
 
 
 def test_compiling_ends_in_time_and_leaves_no_tuned_settings(monkeypatch):

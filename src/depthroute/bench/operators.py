@@ -68,7 +68,7 @@ def run(
             record.say(f"{note['name']}: not measured, {note['missing']}")
     jobs = in_order(list(contenders), shapes, peer_shapes)
     if num_processes > 0:
-        wanted = [[n, *shape] for n, shape in jobs if n != "torch.compile"]
+        wanted = [[name, *shape] for name, shape in jobs]
         record.values["precompiled"] = precompile.operators(
             wanted, num_processes, record.say, seconds * PRECOMPILE_SHARE
         )

@@ -8,10 +8,12 @@ cannot run is said with the reason.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ REGISTER_TILE = 2**16
 """Elements of one program's tile above which a kernel that keeps all sources in registers spills
 so much that compiling it takes longer than everything else here."""
 COMPILED_SOURCES = 9
+TUNING_MS = 5
 TUNED_ON_DISK = ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")
 """Switches for keeping the fastest setting that a peer found. They are off, so that each is tuned
 in the process that times it, at that size and with the device to itself: the keys of fla's two
@@ -56,6 +59,8 @@ class Contender:
     """Why it cannot run a number of sources, tokens and a width; None if it can."""
     tuned_for: Callable[[int], int] = field(default=_itself)
     """Numbers of sources with the same value share the settings that the first of them found."""
+    tunes: bool = False
+    """Whether it times settings of its own at the first call, all of which have to be compiled."""
 
     @property
     def version(self) -> str | None:
@@ -93,7 +98,13 @@ def _fla(level: int) -> Contender:
         )
 
     name = "fla" if level == 1 else f"fla, level {level}"
-    return Contender(name, "fla-core", mix, tuned_for=lambda s: max(8, 1 << (s - 1).bit_length()))
+    return Contender(
+        name,
+        "fla-core",
+        mix,
+        tuned_for=lambda s: max(8, 1 << (s - 1).bit_length()),
+        tunes=True,
+    )
 
 
 def _liger() -> Contender:
@@ -122,17 +133,31 @@ def _flash() -> Contender:
             return f"it keeps {padded} x {width} elements in one program's registers"
         return _offsets_overflow(sources, tokens, width)
 
-    return Contender("flash-attn-res", "flash-attn-res", mix, stacks=True, refuses=refuses)
+    return Contender(
+        "flash-attn-res", "flash-attn-res", mix, stacks=True, refuses=refuses, tunes=True
+    )
 
 
 def _fast() -> Contender:
     attnres = importlib.import_module("attnres")
+    with contextlib.suppress(ImportError):  # another version may keep its kernels elsewhere
+        _tune_quickly(importlib.import_module("attnres._kernels.fla_full_sources"))
     return Contender(
         "fast-attnres",
         "fast-attnres",
         lambda sources, query: attnres.attnres(list(sources), query, eps=EPS),
         query_dtype=torch.bfloat16,  # it takes no other
+        tunes=True,
     )
+
+
+def _tune_quickly(module: Any) -> None:
+    """Ten replays of a setting as before, of TUNING_MS instead of 20 ms each: timing all settings
+    of all shapes takes minutes, not a quarter of an hour."""
+    testing = importlib.import_module("triton.testing")
+    for tuner in vars(module).values():
+        if getattr(tuner, "_do_bench", None) is testing.do_bench_cudagraph:
+            tuner._do_bench = partial(testing.do_bench_cudagraph, rep=TUNING_MS)
 
 
 _gains: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}

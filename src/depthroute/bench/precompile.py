@@ -9,12 +9,13 @@ ops registered with ``torch.library`` as they are. Triton caches every kernel by
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ from depthroute.train.compiler import use_own_caches
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
-COMPILE_TOKENS = 256
-"""Enough to compile kernels that do not have the number of tokens in them."""
+COMPILE_TOKENS, FOR_ANY_TOKENS = 256, ("depthroute", "fla", "fla-level-0", "liger")
+"""Enough for the kernels of these contenders, which do not have the number of tokens in them."""
 
 
 def counts(since: dict[str, int] | None = None) -> dict[str, int]:
@@ -58,24 +59,35 @@ def steps(
 def operators(
     rows: Sequence[Sequence[Any]], num_processes: int, say: Say, seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """Kernels of (contender, sources, width), dealt out to ``num_processes`` processes.
+    """Kernels of (contender, sources, width), shared out to ``num_processes`` processes.
 
-    Those of a peer that tunes itself are compiled in every setting it tries. Processes that take
+    Those of a peer that tunes itself are compiled in every setting it tries, the settings of a
+    kernel by turns: some shapes compile a hundred times as long as others. Processes that take
     longer than ``seconds`` are ended; what they had compiled by then stays in the cache.
     """
-    hands = dealt(rows, num_processes)
-    tasks = [{"kind": "operators", "rows": hand} for hand in hands]
-    labels = [f"{len(hand)} operator shapes" for hand in hands]
+    shares = [(index, num_processes) for index in range(num_processes)]
+    tasks = [{"kind": "operators", "rows": list(rows), "share": share} for share in shares]
+    labels = [f"share {index + 1} of {count}" for index, count in shares]
     return _in_parallel(tasks, labels, num_processes, say, seconds)
 
 
-def dealt(rows: Sequence[Sequence[Any]], num_processes: int) -> list[list[Sequence[Any]]]:
-    """A contender's shapes go to as many processes as possible: some compile a hundred times as
-    long as others."""
-    names = list(dict.fromkeys(row[0] for row in rows))
-    ordered = sorted(rows, key=lambda row: names.index(row[0]))
-    hands = [ordered[i::num_processes] for i in range(num_processes)]
-    return [hand for hand in hands if hand]
+@contextlib.contextmanager
+def compiles_settings(index: int, count: int) -> Iterator[None]:
+    """Inside, a kernel that tunes itself is not launched: every ``count``-th of its settings is
+    compiled, from the ``index``-th on."""
+    from triton.runtime.autotuner import Autotuner
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for config in self.prune_configs(kwargs)[index::count]:
+            with contextlib.suppress(Exception):  # met again, and reported, when it is tuned
+                self.fn.run(*args, **(kwargs | {"warmup": True} | config.all_kwargs()))
+
+    launches, Autotuner.run = Autotuner.run, run
+    try:
+        yield
+    finally:
+        Autotuner.run = launches
 
 
 def _in_parallel(
@@ -136,19 +148,29 @@ def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
     from depthroute.bench import gate, peers
     from depthroute.bench.operators import num_tokens
     from depthroute.bench.record import one_line
 
+    index, count = task["share"]
     started, failed = time.perf_counter(), []
-    for name, sources, width in task["rows"]:
-        tokens = COMPILE_TOKENS if name in ("depthroute", "fla", "fla-level-0", "liger") else None
-        tokens = tokens or num_tokens(sources)
+    for number, (name, sources, width) in enumerate(task["rows"]):
         try:
             (contender,) = peers.find([name])[0].values()
-            if contender.refuses(sources, num_tokens(sources), width) is None:
-                given = gate.draw(sources, tokens, width, "cuda", query_dtype=contender.query_dtype)
-                gate.run_both(contender.mix, given.sources, given.query, given.grad)
+            if contender.refuses(sources, num_tokens(sources), width) is not None:
+                continue
+            if not contender.tunes and number % count != index:
+                continue
+            tokens = COMPILE_TOKENS if name in FOR_ANY_TOKENS else num_tokens(sources)
+            given = gate.draw(1, tokens, width, "cuda", query_dtype=contender.query_dtype)
+            alike = [given.sources[0].detach().requires_grad_() for _ in range(sources)]
+            share = compiles_settings(index, count) if contender.tunes else contextlib.nullcontext()
+            with share:
+                gate.run_both(contender.mix, alike, given.query, given.grad)
+            del given, alike
+            torch.cuda.empty_cache()  # for the other processes
         except Exception as error:  # it will be met again, and reported, when it is measured
             failed.append(f"{name} S {sources} D {width}: {one_line(error, 120)}")
     return {"seconds": time.perf_counter() - started, "failed": failed}
