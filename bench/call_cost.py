@@ -58,7 +58,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     made = forward()
     stats, (_, pushed, last) = made
     carried = [rows() for _ in range(SOURCES + 1)]
-    grads = None, rows(), rows(), None
+    grads = None, [rows()], rows(), None
 
     def backward():
         return ns.depth_mix_triton_backward.default(

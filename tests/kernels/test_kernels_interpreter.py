@@ -242,7 +242,7 @@ def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, mixes_
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton_backward.default,
         (
-            *(None, given[5], given[6], None, [given[7]] * 3, [*given[:2], last], query, *before),
+            *(None, given[5:7], given[6], None, [given[7]] * 3, [*given[:2], last], query, *before),
             *(weight, kept, None, stats, 2, False, False, 0.5, *flags),
         ),
         test_utils=("test_schema", "test_faketensor"),

@@ -106,7 +106,7 @@ def rows(dtype, tokens=3, width=96, aligned=True):
 def boundary(
     count=2, tokens=3, width=96, heads=1, dtype=bf16, weight=fp32, norm=True, state=True,
     partial=True, output=True, reads_last=True, prior=None, offset=0, slice_norm=False,
-    carried=True, grad=True, grad_y=True, low=False, aligned=True, resident=True, grad_state=True,
+    carried=True, grad=True, grads_y=1, low=False, aligned=True, resident=True, grad_state=True,
     keeps_x=True,
 ):  # fmt: skip
     """Both directions of one boundary, as the ops are registered."""
@@ -126,12 +126,13 @@ def boundary(
         reads_last, 1e-6, heads, slice_norm, offset, 0.5, 1e-6, dtype, low, keeps_x,
     )  # fmt: skip
     kept = others[0] if keeps_x else row(state)
-    grad_y = grad_y and norm
+    grads_y = [rows(dtype, tokens, width, aligned) for _ in range(grads_y if norm else 0)]
+    grad_y = len(grads_y) > 0
     read = [*sources, rows(dtype, tokens, width, aligned)] if reads_last else sources
     others = [rows(dtype, tokens, width, aligned) for _ in read] if carried else []
     writes = state and (output or grad_y)
     ns.depth_mix_triton_backward.default(
-        row(grad or not grad_y), row(grad_y), row(grad_state and state), None, others, read, query,
+        row(grad or not grad_y), grads_y, row(grad_state and state), None, others, read, query,
         before, before_lse, norm_weight if grad_y else None, kept if norm or low else None,
         torch.zeros(tokens, width, dtype=torch.int16) if low else None, stats, heads, slice_norm,
         offset, 0.5, reads_last, writes and output and reads_last, grad_y and not keeps_x,
@@ -158,9 +159,12 @@ BOUNDARIES = [
         {name: False}
         for name in (
             *("norm", "state", "partial", "output", "reads_last", "carried"),
-            *("grad", "grad_y", "grad_state", "aligned"),
+            *("grad", "grad_state", "aligned"),
         )
     ),
+    *({"grads_y": n} for n in (0, 2, 3)),
+    {"grads_y": 2, "aligned": False},
+    {"grads_y": 3, "count": 18},
     *({"count": 18, name: False} for name in ("norm", "state", "carried", "grad", "aligned")),
     {"count": 18, "state": False, "low": True},
     {"count": 18, "weight": bf16},

@@ -214,19 +214,28 @@ def test_a_limit_costs_shapes_and_no_peer_all_of_them(monkeypatch, tmp_path):
     assert [r.get("seconds") for r in record.rows] == [10] * 5 + [None] * 2
 
 
-def test_a_peer_that_tunes_in_long_graphs_does_so_in_shorter_ones(monkeypatch):
+def test_peers_tune_themselves_faster(monkeypatch):
     testing = pytest.importorskip("triton.testing")
-    lengths = []
-    monkeypatch.setattr(
-        testing, "do_bench_cudagraph", lambda call, rep=20, quantiles=None: lengths.append(rep)
-    )
-    mine, other = (
-        types.SimpleNamespace(_do_bench=testing.do_bench_cudagraph),
-        types.SimpleNamespace(_do_bench=1),
-    )
-    peers._tune_quickly(types.SimpleNamespace(forward=mine, backward=other, size=3))
-    mine._do_bench(lambda: None, quantiles=(0.5,))
-    assert lengths == [peers.TUNING_MS] and other._do_bench == 1
+    asked = []
+
+    def do_bench(call, warmup=25, rep=100, quantiles=None):
+        asked.append((warmup, rep))
+
+    def do_bench_cudagraph(call, rep=20, quantiles=None):
+        asked.append(rep)
+
+    monkeypatch.setattr(testing, "do_bench", do_bench)
+    monkeypatch.setattr(testing, "do_bench_cudagraph", do_bench_cudagraph)
+    module = types.ModuleType("kernels_of_a_peer")
+    module.size, ways = 3, {"one": None, "two": do_bench_cudagraph, "own": len}
+    for name, way in ways.items():
+        setattr(module, name, types.SimpleNamespace(_do_bench=way))
+    monkeypatch.setitem(sys.modules, "kernels_of_a_peer", module)
+    peers._tune_quickly("kernels_of_a_peer")
+    module.one._do_bench(None, quantiles=(0.5,))
+    module.two._do_bench(None, quantiles=(0.5,))
+    assert asked == [(5, 20), 4] and module.own._do_bench is len
+    peers._tune_quickly("no_such_module")
 
 
 def test_compiling_ends_in_time_and_leaves_no_tuned_settings(monkeypatch):

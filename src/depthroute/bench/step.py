@@ -66,7 +66,9 @@ class Trainer:
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.forward = self.model
         if not settings.eager:
-            self.forward = torch.compile(self.model, fullgraph=True, dynamic=False)
+            self.forward = torch.compile(
+                self.model, fullgraph=True, dynamic=False, options=ops.compile_options()
+            )
         shape = settings.batch_size, settings.sequence_length
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
 

@@ -187,11 +187,16 @@ class ResidualStream:
             returns_x=not fused,
             returns_last=(hands_on or goes_on) and (is_read or not plan.sums_sources),
             hands_on=hands_on,
+            hands_state_on=hands_on and residual is not None,
             **prior,
         )
         handed = (*sources[:finished], *done.sources)
         if self.pending is None:
             after = self._with_visible(handed)
+            if plan.adds_state:
+                after = replace(after, state=done.state)
+            elif residual is not None:
+                after = replace(after, partial=done.state)
         else:
             last = done.state if plan.sums_sources and not is_read else done.last
             last = pushed if last is None else last  # a block of one that nobody reads

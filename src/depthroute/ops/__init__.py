@@ -14,12 +14,14 @@ from depthroute.ops.carry import (
     fuses_boundary,
 )
 from depthroute.ops.depth_attention import depth_attention_mix
+from depthroute.ops.inductor import compile_options
 from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
 
 __all__ = [
     "BackendChoice",
     "Boundary",
     "backend_report",
+    "compile_options",
     "depth_attention_mix",
     "depth_boundary",
     "depth_mix",

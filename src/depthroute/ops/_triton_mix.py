@@ -114,7 +114,7 @@ def named(inputs, stats: Tensor, others: Sequence[Tensor]) -> Forward:
 @kernel_op("depth_mix_triton_backward", "depth_mix_backward", "mix_launch.mix_backward")
 def _depth_mix_backward(
     grad: Tensor | None,
-    grad_y: Tensor | None,
+    grads_y: list[Tensor],
     grad_state: Tensor | None,
     grad_last: Tensor | None,
     carried: list[Tensor],
@@ -138,14 +138,16 @@ def _depth_mix_backward(
     """Gradients of the sources; of the query and, if given, the norm weight [1|2, D]; of prior and
     prior_lse, if given, the residual, if ``state_dtype`` is, and the output, if ``writes_output``.
 
-    A norm needs ``x``, or ``mixes_again``, and then ``x`` is the state, if there is one.
+    The gradient of y is the sum of ``grads_y``: one, or after :mod:`depthroute.ops.inductor` one
+    for every projection that reads y. A norm needs ``x``, or ``mixes_again``, and then ``x`` is the
+    state, if there is one.
     """
 
 
 @_depth_mix_backward.register_fake
 def _(
     grad,
-    grad_y,
+    grads_y,
     grad_state,
     grad_last,
     carried,
@@ -271,8 +273,8 @@ def gradients(
     writes_output = ctx.pushes and has_state and (ctx.reads_last or grad_last is not None)
     dsources, dweights, others = torch.ops.depthroute.depth_mix_triton_backward.default(
         grad,
-        grad_y,
-        grad_state if has_state else None,
+        [] if grad_y is None else [grad_y],
+        None if written is None else grad_state,
         None if ctx.reads_last else grad_last,
         carried,
         sources,
@@ -302,6 +304,7 @@ def gradients(
     elif has_state:
         assert grad is not None
         dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
+        dstate = dstate if grad_state is None else dstate + grad_state
     dquery = dweights[0]
     if norm_weight is not None:
         dnorm = dweights[1].to(norm_weight.dtype)

@@ -36,7 +36,8 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, triton, query, key_weight, residual, prior, prior_lse, norm_weight, *rest):
-        output, partial, (returns_x, returns_last, hands_on), options, *sources = rest
+        output, partial, wanted, options, *sources = rest
+        returns_x, returns_last, hands_on, hands_state_on = wanted
         ctx.set_materialize_grads(False)
         ctx.triton, ctx.num_sources, ctx.hands_on = triton, len(sources), hands_on
         handed = [s.view_as(s) for s in sources] if hands_on else []
@@ -47,12 +48,14 @@ class _CarriedMix(torch.autograd.Function):
             results = torch.ops.depthroute.depth_mix_triton.default(*inputs)
             made = _triton_mix.named(inputs, *results)
             _triton_mix.save(ctx, inputs, made, query, key_weight)
-            last = made.last
+            state, last = made.state, made.last
+            if output is None and residual is not None and hands_state_on:
+                state = residual.view_as(residual)
             if not returns_last:
                 last = None
             elif output is not None and partial is None:
                 last = output.view_as(output)
-            return made.x if returns_x else None, made.y, made.state, last, *handed
+            return made.x if returns_x else None, made.y, state, last, *handed
         _, eps, heads, slice_norm, offset, scale, _, dtype, _, _ = options
         x, rstd, logits, lse = torch.ops.depthroute.depth_mix(
             sources, q, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype
@@ -71,7 +74,7 @@ class _CarriedMix(torch.autograd.Function):
         if ctx.triton:
             if grad is None and grad_y is None:  # nothing but a push
                 dlast = grad_last if ctx.has_partial else None
-                doutput = _sum(grad_state, grad_last)
+                doutput = _sum(grad_state, grad_last) if ctx.pushes else None
                 grads = *(None,) * 3, grad_state, *(None,) * 3, doutput, dlast
                 return *grads, None, None, *carried
             query, key_weight, *saved = ctx.saved_tensors
@@ -180,7 +183,7 @@ class Boundary(NamedTuple):
     y: Tensor | None
     """RMSNorm(x), if a norm weight was given."""
     state: Tensor | None
-    """residual + output; without an output, the residual as it was given."""
+    """residual + output; without an output, the residual."""
     last: Tensor | None
     """partial + output, or output where a block starts; None if it was not wanted."""
     sources: list[Tensor]
@@ -219,6 +222,7 @@ def depth_boundary(
     returns_x: bool = True,
     returns_last: bool = True,
     hands_on: bool = True,
+    hands_state_on: bool = False,
 ) -> Boundary:
     """Everything between two sublayers, in one kernel forward and one backward.
 
@@ -231,7 +235,8 @@ def depth_boundary(
     group. ``sources`` excludes ``last``. Whoever needs no ``last``, with a norm no ``x``, or has no
     further site to hand sources on to (``hands_on=False`` returns them as they came) should say so:
     a compiled graph makes a gradient of zeros for every result that nobody uses, which the kernel
-    then reads.
+    then reads. For that reason a residual that nothing is pushed onto is handed on like a source
+    only with ``hands_state_on``.
     """
     given = [t for t in (*sources, output, partial) if t is not None]
     _check_sources(given, query, key_weight, residual, heads, head_norm, prior)
@@ -275,10 +280,11 @@ def depth_boundary(
         if torch.compiler.is_compiling():
             tensors = _apart(tensors)
         x, y, state, last, *handed = _CarriedMix.apply(
-            triton, *tensors[:8], (returns_x, returns_last, hands_on), options, *tensors[8:]
+            *(triton, *tensors[:8], (returns_x, returns_last, hands_on, hands_state_on), options),
+            *tensors[8:],
         )
         handed = list(handed if hands_on else sources)
-        return Boundary(x, y, residual if output is None else state, last, handed)
+        return Boundary(x, y, residual if state is None else state, last, handed)
     if output is not None:
         state = None if residual is None else residual + output
         last = output if partial is None else partial + output
@@ -288,7 +294,7 @@ def depth_boundary(
         *weights,
         *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
         *(None, None, None),
-        (True, True, True),
+        (True, True, True, False),
         options,
         *(_flat(s) for s in listed),
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
+from depthroute.ops import compile_options
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
 from depthroute.train import environment
@@ -90,7 +91,8 @@ class Trainer:
         if settings.compile is not None:
             use_own_caches()
             # every batch has one shape, and a graph that keeps others open is a slower one
-            model.compile(backend=settings.compile, dynamic=False)
+            options = compile_options() if settings.compile == "inductor" else None
+            model.compile(backend=settings.compile, dynamic=False, options=options)
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device

@@ -242,8 +242,8 @@ def backward_plan(
     state: Dtype,
     sources: tuple[torch.dtype, ...],
     carried: tuple[torch.dtype, ...],
+    grads_y: tuple[torch.dtype, ...],
     grad: Dtype,
-    grad_y: Dtype,
     grad_state: Dtype,
     grad_last: Dtype,
     query: torch.dtype,
@@ -255,7 +255,7 @@ def backward_plan(
     stats: torch.dtype,
 ) -> Plan:
     count = len(sources)
-    rows = [*sources, *carried, prior, grad, grad_y, grad_state, grad_last]
+    rows = [*sources, *carried, *grads_y, prior, grad, grad_state, grad_last]
     rows = [dtype for dtype in rows if dtype is not None]
     is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
     holds_more = norm_weight is not None or len(carried) > 0
@@ -281,6 +281,7 @@ def backward_plan(
             S=count,
             K=stats_width,
             DTYPE=layout.DTYPES[rows[0]],
+            GRADS_Y=len(grads_y),
             WRITES_OUTPUT=writes_output,
             HAS_X=x is not None,
             MIXES_AGAIN=mixes_again,
@@ -308,7 +309,7 @@ def backward_plan(
 
 def mix_backward(
     grad: Tensor | None,
-    grad_y: Tensor | None,
+    grads_y: Sequence[Tensor],
     grad_state: Tensor | None,
     grad_last: Tensor | None,
     carried: Sequence[Tensor],
@@ -332,13 +333,14 @@ def mix_backward(
     """Gradients of the sources; of query and norm weight [1|2, D]; and of prior, prior_lse,
     residual and output, as far as there are any.
 
-    ``carried`` are gradients of the sources from elsewhere, to be added; ``x`` is needed after a
-    norm (``grad_y`` given), and with its ``low`` bits where delta is taken from it. Where it
-    ``mixes_again``, ``x`` is the state that the mix is added to, if there is one.
+    ``carried`` are gradients of the sources from elsewhere, to be added; the gradient of y is the
+    sum of ``grads_y``. Where there is one ``x`` is needed, and its ``low`` bits where delta is
+    taken from it. Where it ``mixes_again``, ``x`` is the state that the mix is added to, if there
+    is one.
     """
     (*leading, stats_width), width, count = stats.shape, query.shape[0], len(sources)
     tokens = stats.numel() // stats_width
-    tensors = grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
+    tensors = grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
     plan = backward_plan(
         count > 0 and _triton_mix.fits(count, width, sources[0].element_size()),
         layout.forced_changes("mix"),
@@ -353,18 +355,20 @@ def mix_backward(
         state_dtype,
         tuple(map(dtype_of, sources)),
         tuple(map(dtype_of, carried)),
+        tuple(map(dtype_of, grads_y)),
         *[None if t is None else t.dtype for t in tensors],
         stats.dtype,
     )
     if mixes_again and not plan.is_resident:
         raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
-    given = [*sources, *carried, *[t for t in tensors if t is not None], stats]
+    given = [*sources, *carried, *grads_y, *[t for t in tensors if t is not None], stats]
     if not are_aligned(given):
         sources = [layout.aligned(s) for s in sources]
         carried = [layout.aligned(c) for c in carried]
+        grads_y = [layout.aligned(g) for g in grads_y]
         tensors = [_optional(t) for t in tensors]
         stats = layout.aligned(stats)
-    grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low = tensors
+    grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low = tensors
     dsources = list(map(torch.empty_like, sources))
     dprior = dprior_lse = dstate = doutput = None
     if prior is not None:
@@ -382,14 +386,15 @@ def mix_backward(
     if plan.is_resident:
         plan.run(
             programs,
-            (sources, dsources, carried or None),
+            (sources, dsources, carried or None, grads_y or None),
             (
-                *(grad, grad_y, grad_state, grad_last, query, x, prior, prior_lse, norm_weight),
+                *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight),
                 *(stats, dstate, doutput, dprior, dprior_lse, partial),
             ),
             (tokens, scale),
         )
     else:
+        grad_y = sum(grads_y[1:], start=grads_y[0]) if grads_y else None
         lists = [sources, dsources, carried] if carried else [sources, dsources]
         tables = layout.pack(lists, stats)
         plan.run(

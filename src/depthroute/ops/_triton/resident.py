@@ -187,8 +187,8 @@ def resident_backward_kernel(
     p_sources,
     p_dsources,
     p_carried,
+    p_grads_y,
     p_grad,
-    p_grad_y,
     p_grad_state,
     p_grad_last,
     p_query,
@@ -212,6 +212,7 @@ def resident_backward_kernel(
     HAS_GRAD: tl.constexpr,
     HAS_GRAD_STATE: tl.constexpr,
     HAS_CARRIED: tl.constexpr,
+    GRADS_Y: tl.constexpr,
     WRITES_STATE: tl.constexpr,
     WRITES_OUTPUT: tl.constexpr,
     READS_LAST: tl.constexpr,
@@ -227,9 +228,10 @@ def resident_backward_kernel(
     STAGES: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """``carried`` gradients are added to the sources'; ``grad_last`` is that of a last block sum
-    which this place does not read. A norm needs x. With ``MIXES_AGAIN`` it is
-    mixed once more, and what is passed as x is the state it was added to, if there is one."""
+    """``carried`` gradients are added to the sources', and y's may come in several parts;
+    ``grad_last`` is that of a last block sum which this place does not read. A norm needs x. With
+    ``MIXES_AGAIN`` it is mixed once more, and what is passed as x is the state it was added to, if
+    there is one."""
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
     i_program = tl.program_id(0)
@@ -248,7 +250,13 @@ def resident_backward_kernel(
         o_row = i_row * D
         p_stat = p_stats + i_row * K
         if HAS_NORM:
-            b_gy = hold(p_grad_y + o_row, H, DH, HB, BC, NT)
+            b_gy = hold(p_grads_y[0] + o_row, H, DH, HB, BC, NT)
+            if GRADS_Y > 1:
+                b_g = widen(b_gy, NT)
+                for n in tl.static_range(1, GRADS_Y):
+                    b_gy = hold(p_grads_y[n] + o_row, H, DH, HB, BC, NT)
+                    b_g = plus(b_g, widen(b_gy, NT), NT)
+                b_gy = narrow(b_g, DTYPE, NT)
             if HAS_X:
                 b_x = hold(p_x + o_row, H, DH, HB, BC, NT)  # or the state
             b_r = tl.load(p_stat + K - 1 + o_one)
