@@ -26,16 +26,20 @@ def sublayer(sources, output, query, weight, projections, elsewhere=False):
     return [y @ p for p in projections]
 
 
-def inputs(dtype, projections):
+def inputs(dtype, projections, device="cpu"):
     torch.manual_seed(0)
-    rows = [torch.randn(2, 3, WIDTH).to(dtype).requires_grad_() for _ in range(3)]
-    query, weight = torch.randn(WIDTH, requires_grad=True), torch.rand(WIDTH, requires_grad=True)
-    square = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(projections)]
-    return rows[:2], rows[2], query, weight, [s.to(dtype).requires_grad_() for s in square]
+
+    def leaf(*shape, kind=dtype):
+        made = torch.randn(shape) / (WIDTH**0.5 if shape == (WIDTH, WIDTH) else 1.0)
+        return made.to(device, kind).requires_grad_()
+
+    rows = [leaf(2, 3, WIDTH) for _ in range(3)]
+    query, weight = leaf(WIDTH, kind=torch.float32), leaf(WIDTH, kind=torch.float32)
+    return rows[:2], rows[2], query, weight, [leaf(WIDTH, WIDTH) for _ in range(projections)]
 
 
-def with_gradients(function, dtype, projections, **options):
-    sources, output, query, weight, square = inputs(dtype, projections)
+def with_gradients(function, dtype, projections, device="cpu", **options):
+    sources, output, query, weight, square = inputs(dtype, projections, device)
     found = function(sources, output, query, weight, square, **options)
     leaves = [*sources, output, query, weight, *square]
     return [*found, *torch.autograd.grad(found, leaves, [torch.ones_like(f) for f in found])]
