@@ -186,5 +186,7 @@ def test_options_leave_a_pass_of_the_user_alone(monkeypatch):
     (name,) = compile_options()
     assert compile_options()[name] is compile_options()[name]
     assert isinstance(compile_options()[name].uuid(), bytes)
-    monkeypatch.setattr(config, name, lambda graph: None)
+    with config.patch({name: lambda graph: None}):
+        assert compile_options() == {}
+    monkeypatch.setattr(inductor, "IS_KNOWN", False)
     assert compile_options() == {}

@@ -312,7 +312,7 @@ def mix_backward_kernel(
                     b_out += b_c[j].to(tl.float32)
                 m = m_n & tile_mask(o_h, o_c, H, DH)
                 o = o_h * DH + o_c
-                tl.store(p + o, b_out.to(DTYPE), m, eviction_policy="evict_first")
+                tl.store(p + o, b_out.to(DTYPE), m)  # a policy made it slower
                 dq = dq + (b_dq[j] + over_sources(b_through * b, BS),)
             b_dq = dq
         if HAS_PRIOR:
