@@ -81,15 +81,15 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path, number, name):
 
 def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not(monkeypatch):
     with stop_signals(is_alone=False) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         assert stop.signal == signal.SIGINT
     with stop_signals() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # `timeout` sends it twice, at once
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # `timeout` sends it twice, at once
         monkeypatch.setattr("depthroute.train.interrupt.ONE_REQUEST", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         assert stop.signal == signal.SIGINT
 
 
