@@ -83,7 +83,8 @@ def test_a_kernel_reads_the_gradients_of_all_projections(dtype, projections):
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_inductor_itself_passes_all_of_them(monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_itself_passes_all_of_them(dynamic, monkeypatch):
     graphs = []
 
     def noted(graph):
@@ -92,7 +93,8 @@ def test_inductor_itself_passes_all_of_them(monkeypatch):
 
     monkeypatch.setattr(inductor, "pass_terms", noted)
     torch._dynamo.reset()
-    compiled = torch.compile(sublayer, fullgraph=True, options=compile_options())
+    options = compile_options()
+    compiled = torch.compile(sublayer, fullgraph=True, dynamic=dynamic, options=options)
     caches = torch._functorch.config.patch(enable_autograd_cache=False)
     with caches, torch._inductor.config.patch(fx_graph_cache=False):  # or no graph may pass here
         found = with_gradients(compiled, torch.float32, 3)

@@ -79,6 +79,15 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path, number, name):
     assert signal.getsignal(number) == before
 
 
+@pytest.fixture
+def usual_ctrl_c():
+    """Shells start what runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not(monkeypatch):
     with stop_signals(is_alone=False) as stop:
         signal.raise_signal(signal.SIGINT)

@@ -25,7 +25,8 @@ def compile_options() -> dict[str, Any]:
     """``options`` for ``torch.compile`` with Inductor: graphs that need a pass less here and there.
 
     Empty where a pass has been put in that place already, and with a torch that is not known here.
-    The values are the same but for the rounding of a sum.
+    The values are the same but for the rounding of a sum. ``torch.compile`` takes no ``mode``
+    beside options; ``torch._inductor.list_mode_options`` says what a mode stands for.
     """
     from torch._inductor import config
 
@@ -79,12 +80,17 @@ def _terms(node: Node) -> list[Node]:
 
 
 def _is_alike(arg: Any, node: Node) -> bool:
+    """Whether both are tensors of one shape and dtype, as far as that is known without guards."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     if not isinstance(arg, Node):
         return False
     mine, other = arg.meta.get("val"), node.meta.get("val")
     if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
-    return mine.shape == other.shape and mine.dtype == other.dtype
+    if mine.dtype != other.dtype or mine.dim() != other.dim():
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(mine.shape, other.shape, strict=True))
 
 
 def _erase(node: Node) -> None:
