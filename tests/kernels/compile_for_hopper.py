@@ -37,6 +37,16 @@ CASES = [
 ]
 
 
+def backward_of_parts(parts: int, width: int) -> None:
+    """As a compiled graph calls it: the gradient of y comes in ``parts``."""
+    rows = [torch.zeros(3, width, dtype=torch.bfloat16) for _ in range(4 + parts)]
+    stats, weight = torch.zeros(3, 2 * 2 + 2), torch.zeros(width)
+    torch.ops.depthroute.depth_mix_triton_backward.default(
+        None, rows[4:], None, None, rows[2:4], rows[:2], weight, None, None, weight, None, None,
+        stats, 1, False, 1, 1.0, False, False, True, None,
+    )  # fmt: skip
+
+
 def main() -> int:
     driver.set_active(HopperDriver())  # pyright: ignore[reportArgumentType]
     backends.INTERPRETS = True  # lets CPU tensors through to the launchers
@@ -52,6 +62,8 @@ def main() -> int:
         inputs = {name: t.requires_grad_() for name, t in case.inputs("cpu").items()}
         outputs = [o for o in case.call("triton", **inputs) if o.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+    for parts in (2, 3):
+        backward_of_parts(parts, 1024)
     print(*sorted(compiled), sep="\n")
     return 0
 

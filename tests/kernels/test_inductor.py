@@ -10,7 +10,7 @@ from depthroute.ops import backends, inductor
 from depthroute.ops.inductor import compile_options, pass_terms
 
 interpreted = pytest.mark.skipif(
-    not backends.INTERPRETS, reason="runs the kernels in Triton's interpreter: TRITON_INTERPRET=1"
+    not backends.INTERPRETS, reason="runs in a process that test_kernels_interpreter starts"
 )
 WIDTH = 96
 backward = torch.ops.depthroute.depth_mix_triton_backward.default
@@ -131,7 +131,7 @@ def test_too_many_parts_and_what_is_no_sum_stay_as_they_are():
 def test_parts_of_a_gradient_are_their_sum_rounded_once(sources, width, dtype):
     torch.manual_seed(0)
     rows = [torch.randn(5, width).to(dtype) for _ in range(sources + 4)]
-    query, weight = torch.randn(width), torch.rand(width)
+    query, weight = torch.randn(width) / width**0.5, torch.rand(width)
     stats, (x, *_) = torch.ops.depthroute.depth_mix_triton.default(
         rows[:sources], query, None, None, None, weight, None, None, False, 1e-6, 1, False, 0, 1.0,
         1e-6, dtype, False, True,
@@ -153,7 +153,7 @@ def test_parts_of_a_gradient_are_their_sum_rounded_once(sources, width, dtype):
             if sources < 18:
                 assert torch.equal(one, other)
             else:  # streamed: torch adds them up, rounding every sum
-                torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)
+                assert (one.double() - other).norm() <= 1e-2 * other.double().norm()
 
 
 @interpreted

@@ -1,7 +1,8 @@
 """The kernels on the CPU, interpreted; the same cases as on a GPU, smaller.
 
 Triton decides at import whether to interpret, so in an ordinary test process this file only starts
-another one with TRITON_INTERPRET=1, in which the tests below run.
+others with TRITON_INTERPRET=1, in which the tests below run, and those of test_tuning and
+test_inductor.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
-def test_every_kernel_agrees_with_its_definition_in_the_interpreter():
+@pytest.mark.parametrize("name", ["kernels_interpreter", "tuning", "inductor"])
+def test_every_kernel_agrees_with_its_definition_in_the_interpreter(name):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    for name in [n for n in environment if n.startswith("PYTEST_")]:
-        del environment[name]
-    files = [__file__, str(Path(__file__).with_name("test_tuning.py"))]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    for variable in [n for n in environment if n.startswith("PYTEST_")]:
+        del environment[variable]
+    file = Path(__file__).with_name(f"test_{name}.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, "everything was skipped"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on the CPU")
