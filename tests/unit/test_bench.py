@@ -29,6 +29,10 @@ def quiet(text):
 def test_the_operator_passes_the_gate_at_any_number_of_tokens():
     for tokens in (1, 20, gate.NUM_ROWS + 300):
         assert gate.check(ops.depth_mix, gate.draw(5, tokens, 48, CPU)).holds
+    alone = gate.draw(1, 20, 48, CPU)  # whose query has no gradient
+    assert gate.check(ops.depth_mix, alone).holds
+    wrong = gate.check(lambda sources, query: ops.depth_mix(sources, query) + query.mean(), alone)
+    assert wrong.worst == "gradient of the query" and not wrong.is_same_formula
 
 
 def sharper(sources, query):
@@ -364,9 +368,10 @@ def test_a_peer_that_is_not_there_is_named_with_the_reason(monkeypatch):
         monkeypatch.setitem(sys.modules, module, None)
     names = peers.parse("all")
     found, notes = peers.find(names)
-    assert list(found) == ["torch.compile"]
+    own = ["torch.compile", "torch.compile-stacked"]
+    assert list(found) == own
     missing = {note["name"]: note["missing"] for note in notes if "missing" in note}
-    assert missing.keys() == set(names) - {"torch.compile"}
+    assert missing.keys() == set(names) - set(own)
     assert all("ModuleNotFoundError" in reason for reason in missing.values())
 
 
@@ -378,9 +383,18 @@ def test_what_a_peer_cannot_run_is_known_before_it_loses_the_device(install):
     assert "32 bits" in found["liger"].refuses(57, 8192, 7168)
     assert found["liger"].refuses(33, 8192, 7168) is None
     assert "powers of two" in found["flash-attn-res"].refuses(5, 16384, 7168)
-    assert "registers" in found["flash-attn-res"].refuses(57, 8192, 4096)
+    assert "registers" in found["flash-attn-res"].refuses(57, 8192, 8192)
     assert found["flash-attn-res"].refuses(9, 16384, 2048) is None
     assert "unrolled" in found["torch.compile"].refuses(17, 16384, 1024)
+    assert found["torch.compile-stacked"].refuses(57, 8192, 7168) is None
+
+
+@pytest.mark.parametrize("make", [peers._compiled, peers._compiled_stacked])
+def test_the_compiled_definition_is_compiled_at_every_shape(make):
+    contender = make(backend="eager")  # with graphs made by Dynamo, so with its limit of eight
+    for sources in range(1, 7):  # two graphs each, with gradients and without
+        row = operators.measure(contender, sources, 8, 16, 1e10, CPU)
+        assert row["status"] == "timed" and row["within_budget"], row
 
 
 def test_peers_are_named_or_all_or_none():

@@ -105,10 +105,11 @@ def check(mix: Mix, given: Draw) -> Verdict:
 def judge(
     names: Sequence[str], got: Sequence[Tensor], native: Sequence[Tensor], truth: Sequence[Tensor]
 ) -> Verdict:
-    """The worst of several tensors; one that is not finite is infinitely wrong."""
+    """The worst of several tensors; one that is not finite is infinitely wrong. Zeros, such as the
+    query's gradient with one source, have an absolute error for want of a relative one."""
     worst, error, name = 0.0, 0.0, names[0]
     for label, g, n, t in zip(names, got, native, truth, strict=True):
-        size = t.norm().item()
+        size = t.norm().item() or t.numel() ** 0.5
         off = (g.double() - t).norm().item()
         allowed = (n.double() - t).norm().item() + 16 * 2.0**-24 * size
         ratio = off / allowed if math.isfinite(off) else math.inf

@@ -127,6 +127,7 @@ def measure(
     reason = contender.refuses(sources, tokens, width)
     if reason is not None:
         return {"status": "refused", "reason": reason}
+    torch.compiler.reset()  # Dynamo compiles one function for eight shapes at most
     try:
         given = gate.draw(sources, tokens, width, device, query_dtype=contender.query_dtype)
         verdict = gate.check(contender.mix, given)

@@ -26,9 +26,9 @@ from depthroute.ops import reference
 
 EPS = 1e-6
 INT32_ELEMENTS = 2**31
-REGISTER_TILE = 2**16
-"""Elements of one program's tile above which a kernel that keeps all sources in registers spills
-so much that compiling it takes longer than everything else here."""
+REGISTER_TILE = 2**18
+"""Elements of one program's tile up to which a kernel that keeps all sources in registers is
+compiled, though from 2^16 on it spills most of them and its settings take minutes to compile."""
 COMPILED_SOURCES = 9
 TUNE_FASTER = 5
 TUNED_ON_DISK = ("FLA_CACHE_RESULTS", "TRITON_CACHE_AUTOTUNING")
@@ -74,17 +74,34 @@ def _ours() -> Contender:
     )
 
 
-def _compiled() -> Contender:
-    mix = torch.compile(
-        lambda sources, query: reference.depth_mix(sources, query, eps=EPS), dynamic=False
-    )
-
+def _compiled(backend: str = "inductor") -> Contender:
     def refuses(sources: int, tokens: int, width: int) -> str | None:
         if sources > COMPILED_SOURCES:
-            return f"the definition is unrolled; compiled up to {COMPILED_SOURCES} sources"
+            return (
+                f"the definition is unrolled, up to {COMPILED_SOURCES} sources here; "
+                "torch.compile-stacked takes more"
+            )
         return None
 
-    return Contender("torch.compile", "torch", mix, refuses=refuses)
+    mix = partial(reference.depth_mix, eps=EPS)
+    return Contender("torch.compile", "torch", _one_graph(mix, backend), refuses=refuses)
+
+
+def _compiled_stacked(backend: str = "inductor") -> Contender:
+    def mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
+        stacked = torch.stack(list(sources)).float()
+        keys = stacked * torch.rsqrt(stacked.square().mean(-1, keepdim=True) + EPS)
+        weights = torch.softmax((keys * query).sum(-1), dim=0)
+        return (weights.unsqueeze(-1) * stacked).sum(0).to(sources[0].dtype)
+
+    name = "torch.compile, stacked"
+    return Contender(name, "torch", _one_graph(mix, backend), stacks=True)
+
+
+def _one_graph(mix: Mix, backend: str) -> Mix:
+    """Compiled for every shape, or an error: without ``fullgraph`` Dynamo goes on uncompiled, and
+    silently, once it has compiled a function eight times."""
+    return torch.compile(mix, backend=backend, dynamic=False, fullgraph=True)
 
 
 def _fla(level: int) -> Contender:
@@ -191,6 +208,7 @@ MAKERS: dict[str, tuple[str | None, Callable[[], Contender]]] = {
     "liger": ("liger-kernel", _liger),
     "flash-attn-res": ("flash-attn-res", _flash),
     "torch.compile": ("torch", _compiled),
+    "torch.compile-stacked": ("torch", _compiled_stacked),
     "fast-attnres": ("fast-attnres", _fast),
 }
 """The distribution to install and the adapter; quick to compile first."""

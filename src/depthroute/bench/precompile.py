@@ -167,8 +167,12 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
             given = gate.draw(1, tokens, width, "cuda", query_dtype=contender.query_dtype)
             alike = [given.sources[0].detach().requires_grad_() for _ in range(sources)]
             share = compiles_settings(index, count) if contender.tunes else contextlib.nullcontext()
+            torch.compiler.reset()
             with share:
                 gate.run_both(contender.mix, alike, given.query, given.grad)
+                if not contender.tunes:
+                    with torch.no_grad():  # another graph of torch.compile
+                        contender.mix(alike, given.query)
             del given, alike
             torch.cuda.empty_cache()  # for the other processes
         except Exception as error:  # it will be met again, and reported, when it is measured

@@ -54,7 +54,7 @@ def ops(
         str,
         typer.Option(
             help="all, none, or of fla, fla-level-0, liger, flash-attn-res, torch.compile, "
-            "fast-attnres; one that is not installed is reported."
+            "torch.compile-stacked, fast-attnres; one that is not installed is reported."
         ),
     ] = "all",
     peer_shapes: Annotated[
