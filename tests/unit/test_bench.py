@@ -383,7 +383,7 @@ def test_what_a_peer_cannot_run_is_known_before_it_loses_the_device(install):
     assert "32 bits" in found["liger"].refuses(57, 8192, 7168)
     assert found["liger"].refuses(33, 8192, 7168) is None
     assert "powers of two" in found["flash-attn-res"].refuses(5, 16384, 7168)
-    assert "registers" in found["flash-attn-res"].refuses(57, 8192, 8192)
+    assert "registers" in found["flash-attn-res"].refuses(57, 8192, 4096)
     assert found["flash-attn-res"].refuses(9, 16384, 2048) is None
     assert "unrolled" in found["torch.compile"].refuses(17, 16384, 1024)
     assert found["torch.compile-stacked"].refuses(57, 8192, 7168) is None

@@ -26,7 +26,7 @@ from depthroute.ops import reference
 
 EPS = 1e-6
 INT32_ELEMENTS = 2**31
-REGISTER_TILE = 2**18
+REGISTER_TILE = 2**17
 """Elements of one program's tile up to which a kernel that keeps all sources in registers is
 compiled, though from 2^16 on it spills most of them and its settings take minutes to compile."""
 COMPILED_SOURCES = 9
