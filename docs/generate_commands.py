@@ -18,7 +18,8 @@ HEAD = """# Commands
 Generated from the code by `python docs/generate_commands.py`; a test keeps it up to date. Every
 command exits with status 0, or with 2 and a one-line error that says what to change; `bench` exits
 with 1 if anything it checked or measured failed, after the rest. With `--json` the result alone is
-on standard output; progress is on standard error.
+on standard output; progress is on standard error. `python -m depthroute` is the same program, and
+`depthroute --version` prints its version.
 """
 WORDS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
 

@@ -82,7 +82,7 @@ def versions() -> dict[str, str]:
 
 def ours(arguments: argparse.Namespace, *options: str) -> dict:
     """What the command itself prints."""
-    command = [sys.executable, "-m", "depthroute.cli", "eval", arguments.model, "--json"]
+    command = [sys.executable, "-m", "depthroute", "eval", arguments.model, "--json"]
     command += ["--device", arguments.device, "--batch-size", str(arguments.batch_size), *options]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 

@@ -16,7 +16,7 @@ SHORT += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "depthroute.cli", *arguments]
+    return [sys.executable, "-m", "depthroute", *arguments]
 
 
 @pytest.fixture
@@ -123,3 +123,11 @@ def test_every_command_has_help_with_an_example(depthroute, name):
     status, out, _ = depthroute(name, "--help")
     assert status == 0
     assert f"Example: depthroute {name}" in " ".join(out.split())
+
+
+def test_the_version_is_printed_also_by_the_package_itself(depthroute):
+    from depthroute import __version__
+
+    assert depthroute("--version") == (0, f"depthroute {__version__}\n", "")
+    printed = subprocess.run(command("--version"), capture_output=True, text=True, check=True)
+    assert printed.stdout == f"depthroute {__version__}\n"

@@ -100,7 +100,7 @@ def test_train_leaves_a_run_directory_whose_model_loads(depthroute, tmp_path, te
 
 def start(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "depthroute.cli", *map(str, arguments)],
+        [sys.executable, "-m", "depthroute", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from depthroute._version import __version__
 from depthroute.errors import DepthrouteError
 
 app = typer.Typer(
@@ -20,8 +21,21 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"depthroute {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
     """Keeps sub-commands sub-commands, however many there are."""
 
 

@@ -81,7 +81,7 @@ def resume_command(out: Path) -> str:
     start = ["depthroute"]
     if "LOCAL_WORLD_SIZE" in os.environ:
         processes = os.environ["LOCAL_WORLD_SIZE"]
-        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute.cli"]
+        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute"]
     return shlex.join([*start, *words])
 
 

@@ -92,7 +92,7 @@ def train(
     The text is tokenised once and kept. Ctrl-C and SIGTERM save and stop; `--resume auto` goes on
     as if nothing had happened. The run directory ends with config.json, metrics.jsonl,
     checkpoints/, traces.json and model/, which `from_pretrained` loads. For several devices put
-    `torchrun --nproc-per-node N -m` before `depthroute.cli train`.
+    `torchrun --nproc-per-node N -m` before `depthroute train`.
     """
     given = (num_blocks, block_size, init, routing)
     if method is None and any(option is not None for option in given):

@@ -1,3 +1,0 @@
-from depthroute.cli import main
-
-main()
