@@ -117,6 +117,24 @@ def test_too_many_parts_and_what_is_no_sum_stay_as_they_are():
             torch.testing.assert_close(one, other)
 
 
+def test_what_is_in_parts_already_loses_none():
+    def node(name):
+        one = graph.placeholder(name)
+        one.meta["val"] = torch.empty(2, WIDTH)
+        return one
+
+    graph = torch.fx.Graph()
+    a, b, c = map(node, "abc")
+    total = graph.call_function(torch.ops.aten.add.Tensor, (b, c))
+    total.meta["val"] = torch.empty(2, WIDTH)
+    call = graph.call_function(backward, (None, [a, total]))
+    graph.output(call)
+    pass_terms(graph)
+    assert list(call.args[1]) == [a, b, c]
+    pass_terms(graph)
+    assert list(call.args[1]) == [a, b, c], "and it may be run again"
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("sources", "width", "dtype"),

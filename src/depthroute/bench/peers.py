@@ -94,8 +94,7 @@ def _compiled_stacked(backend: str = "inductor") -> Contender:
         weights = torch.softmax((keys * query).sum(-1), dim=0)
         return (weights.unsqueeze(-1) * stacked).sum(0).to(sources[0].dtype)
 
-    name = "torch.compile, stacked"
-    return Contender(name, "torch", _one_graph(mix, backend), stacks=True)
+    return Contender("torch.compile-stacked", "torch", _one_graph(mix, backend), stacks=True)
 
 
 def _one_graph(mix: Mix, backend: str) -> Mix:

@@ -54,10 +54,11 @@ def pass_terms(graph: Graph) -> None:
     """Hands a boundary's backward the terms of the gradient of y in place of their sum."""
     backward = torch.ops.depthroute.depth_mix_triton_backward.default
     for node in graph.find_nodes(op="call_function", target=backward):
-        for total in node.args[1]:
-            terms = _terms(total)
-            if 1 < len(terms) <= MOST_TERMS:
-                _replace(node, terms)
+        totals = list(node.args[1])
+        terms = [term for total in totals for term in _terms(total)]
+        if len(totals) < len(terms) <= MOST_TERMS:
+            _replace(node, terms)
+            for total in totals:
                 _erase(total)
 
 
