@@ -177,7 +177,7 @@ def test_the_weights_of_a_site_are_those_it_mixes_with():
     weights = site.weights(sources)
     assert weights.shape == (4, 2, 3, 2) and not weights.requires_grad
     spread = weights.repeat_interleave(WIDTH // 2, -1)
-    assert_close(site.mix(sources), (spread * torch.stack(sources)).sum(0))
+    assert_close(site().mix(sources), (spread * torch.stack(sources)).sum(0))
 
 
 def depth_memories(**settings):

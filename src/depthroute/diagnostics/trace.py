@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.nn import ResidualStream, Site
+from depthroute.nn import ResidualStream, SiteParameters, Sites
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Recorder:
     outputs: list[Tensor] = field(default_factory=list)
     magnitudes: list[tuple[str, float, float]] = field(default_factory=list)
 
-    def on_read(self, stream: ResidualStream, site: Site | None, x: Tensor) -> None:
+    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None:
         if site is None or site.query is None:
             return
         name = stream.plan.site_name(stream.index)
@@ -132,14 +132,16 @@ def _rms(x: Tensor) -> float:
 @contextmanager
 def observe(model: Any, observer: Any) -> Iterator[Any]:
     """Let ``observer`` watch every stream that ``model`` starts inside the block."""
-    sites = model.sites
-    if sites.observer is not None:
+    routings = [module for module in model.modules() if isinstance(module, Sites)]
+    if any(sites.observer is not None for sites in routings):
         raise DepthrouteError("the model is already being observed; leave that block first")
-    sites.observer = observer
+    for sites in routings:  # PEFT keeps copies, of which the forward chooses one
+        sites.observer = observer
     try:
         yield observer
     finally:
-        sites.observer = None
+        for sites in routings:
+            sites.observer = None
 
 
 def trace(

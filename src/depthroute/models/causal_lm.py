@@ -36,8 +36,11 @@ class RoutedCausalLM(_Base):
 
     @property
     def sites(self) -> Sites:
-        """Every site in reading order, by name: ``layers.3.attention``, ..., ``final``."""
-        return getattr(self, self.architecture.decoder).routing
+        """Every site in reading order, by name: ``layers.3.attention``, ..., ``final``.
+
+        Those in use, where PEFT keeps a trained copy beside the original.
+        """
+        return getattr(self, self.architecture.decoder).routing.active
 
     @property
     def plan(self) -> Plan:

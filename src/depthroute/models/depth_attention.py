@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from depthroute.nn import DepthMemory, Site
+from depthroute.nn import DepthMemory, SiteParameters
 
 IMPLEMENTATION = "depthroute_depth_attention"
 
@@ -83,7 +83,7 @@ class DepthContext:
     """What one attention call needs to know about depth."""
 
     memory: DepthMemory
-    site: Site | None
+    site: SiteParameters | None
     cache: DeferredCache
     implementation: str
 

@@ -35,7 +35,15 @@ from depthroute.models.architecture import (
     norm_eps,
     rms_norm_offset,
 )
-from depthroute.nn import DepthMemory, PreNorm, ResidualStream, Site, Sites
+from depthroute.nn import (
+    DepthMemory,
+    PreNorm,
+    ResidualStream,
+    Routing,
+    Site,
+    SiteParameters,
+    Sites,
+)
 from depthroute.plan import Plan
 
 
@@ -46,12 +54,12 @@ class LayerState(NamedTuple):
     memory: DepthMemory | None
 
     @classmethod
-    def start(cls, embedding: Tensor, sites: Sites) -> LayerState:
-        plan = sites.plan
-        stream = ResidualStream.start(embedding, plan, sites=sites, observer=sites.observer)
+    def start(cls, embedding: Tensor, routing: Routing) -> LayerState:
+        plan, observer = routing.plan, routing.observer
+        stream = ResidualStream.start(embedding, plan, sites=routing, observer=observer)
         if plan.method != "depth_attention":
             return cls(stream, None)
-        return cls(stream, DepthMemory(plan, observer=sites.observer))
+        return cls(stream, DepthMemory(plan, observer=observer))
 
     def tensors(self) -> list[Tensor]:
         held = self.stream.tensors()
@@ -84,15 +92,16 @@ class RoutedLayer(nn.Module):
     """What the pre-norms that are RMSNorms add to their weight, by class."""
     decoder_config: Any
     """The model's configuration, whose attention implementation may change after building."""
-    routing: tuple[Sites] | None
-    """Set on the first layer, which starts the stream; in a tuple so as not to be a submodule."""
+    decoder: tuple[Any] | None
+    """Set on the first layer, which starts the stream with the routing of its decoder, whatever
+    stands there then; in a tuple so as not to be a submodule."""
 
     def __call__(self, hidden_states: Tensor | LayerState, *args: Any, **kwargs: Any):
         kwargs |= zip(self.argument_names, args, strict=False)
         state = hidden_states
         if isinstance(state, Tensor):
-            assert self.routing is not None, "only the first layer receives a plain tensor"
-            state = LayerState.start(state, self.routing[0])
+            assert self.decoder is not None, "only the first layer receives a plain tensor"
+            state = LayerState.start(state, self.decoder[0].routing(state))
         if not (getattr(self, "gradient_checkpointing", False) and self.training):
             return super().__call__(state, **kwargs)
         kwargs |= {"use_cache": False, self.architecture.cache_argument: None}
@@ -163,7 +172,7 @@ class RoutedLayer(nn.Module):
         return self._run(self.architecture.attention, x, **self._attention_arguments(kwargs))
 
     def _attend_over_depth(
-        self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: Site | None
+        self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: SiteParameters | None
     ) -> tuple[Tensor, DepthMemory]:
         spec = self.architecture
         deferred = depth_attention.DeferredCache(kwargs.get(spec.cache_argument))
@@ -281,8 +290,8 @@ def install(model: Any, plan: Plan) -> None:
         layer.is_parallel = spec.is_parallel(config)
         layer.norm_offsets = _norm_offsets(layer, spec)
         layer.decoder_config = config
-        layer.routing = None
-    layers[0].routing = (sites,)
+        layer.decoder = None
+    layers[0].decoder = (decoder,)
     norm = getattr(decoder, spec.final_norm)
     norm.__class__ = routed_class(type(norm), RoutedNorm)
     if plan.method == "depth_attention":
@@ -337,7 +346,7 @@ def uninstall(model: Any) -> None:
         key_norm = getattr(attention, "k_norm", None)
         if isinstance(key_norm, depth_attention.LateNorm):
             key_norm.__class__ = type(key_norm).__mro__[2]
-        for name in ("architecture", "is_parallel", "norm_offsets", "decoder_config", "routing"):
+        for name in ("architecture", "is_parallel", "norm_offsets", "decoder_config", "decoder"):
             delattr(layer, name)
     del decoder.routing
     for part in (model, decoder):

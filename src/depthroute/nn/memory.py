@@ -60,6 +60,14 @@ class DepthMemory:
         """How many layers the memory holds just before ``layer`` runs."""
         return len(self.plan.depth_kept(layer - 1)) if layer else 0
 
+    def to(self, device: Any, non_blocking: bool = False) -> DepthMemory:
+        """On ``device``, for a layer that is there."""
+        keys, values = (
+            tuple(t.to(device, non_blocking=non_blocking) for t in tensors)
+            for tensors in (self.keys, self.values)
+        )
+        return replace(self, keys=keys, values=values)
+
     def emptied(self) -> DepthMemory:
         """The structure without the tensors."""
         return replace(self, keys=(), values=())

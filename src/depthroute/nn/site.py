@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,56 +13,27 @@ from depthroute import ops
 from depthroute.errors import ConfigError
 from depthroute.plan import Plan
 
+if TYPE_CHECKING:
+    from depthroute.nn.stream import Observer
+
 REFERENCE_STD = 0.02
 """Of the queries in the Delta authors' released code; the papers start at exactly zero."""
 
 
-class Site(nn.Module):
-    """One place that reads: a query and a key gain, and a gate where the plan asks for one.
+@dataclass(frozen=True, eq=False)
+class SiteParameters:
+    """What calling a :class:`Site` returns: its parameters themselves, and how they are used.
 
-    Queries start at zero (uniform weights) and gains at one. A place with a single source has no
-    query; a place with nothing to choose has no site at all.
+    A site is called like any module, so that whoever replaces, wraps or offloads it (PEFT,
+    accelerate) decides which tensors these are.
     """
 
-    query: nn.Parameter | None
-    key_weight: nn.Parameter | None
-    gate: nn.Parameter | None
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        eps: float = 1e-6,
-        heads: int = 1,
-        head_norm: str = "full",
-        has_query: bool = True,
-        gate: float | None = None,
-        query_std: float = 0.0,
-    ) -> None:
-        super().__init__()
-        if width % heads:
-            raise ConfigError(f"heads={heads} does not divide the width {width}")
-        self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
-        self.gate_start, self.query_std = gate, query_std
-        for name, wanted, size in (
-            ("query", has_query, width),
-            ("key_weight", has_query, width),
-            ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
-        ):
-            self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
-        self.reset_parameters()
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        if self.query is not None:
-            if self.query_std:
-                nn.init.normal_(self.query, 0.0, self.query_std)
-            else:
-                nn.init.zeros_(self.query)
-        if self.key_weight is not None:
-            nn.init.ones_(self.key_weight)
-        if self.gate is not None:
-            nn.init.constant_(self.gate, self.gate_start or 0.0)
+    query: Tensor | None
+    key_weight: Tensor | None
+    gate: Tensor | None
+    eps: float
+    heads: int
+    head_norm: str
 
     def mix(
         self,
@@ -131,20 +103,109 @@ class Site(nn.Module):
         )
         return torch.softmax(logits, dim=0)
 
+    def to(self, device: Any, non_blocking: bool = False) -> SiteParameters:
+        moved = {
+            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for name, tensor in vars(self).items()
+            if name in ("query", "key_weight", "gate")
+        }
+        return replace(self, **moved)
+
+
+class Site(nn.Module):
+    """One place that reads: a query and a key gain, and a gate where the plan asks for one.
+
+    Queries start at zero (uniform weights) and gains at one. A place with a single source has no
+    query; a place with nothing to choose has no site at all.
+    """
+
+    query: nn.Parameter | None
+    key_weight: nn.Parameter | None
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        eps: float = 1e-6,
+        heads: int = 1,
+        head_norm: str = "full",
+        has_query: bool = True,
+        gate: float | None = None,
+        query_std: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"heads={heads} does not divide the width {width}")
+        self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
+        self.gate_start, self.query_std = gate, query_std
+        for name, wanted, size in (
+            ("query", has_query, width),
+            ("key_weight", has_query, width),
+            ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
+        ):
+            self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.query is not None:
+            if self.query_std:
+                nn.init.normal_(self.query, 0.0, self.query_std)
+            else:
+                nn.init.zeros_(self.query)
+        if self.key_weight is not None:
+            nn.init.ones_(self.key_weight)
+        if self.gate is not None:
+            nn.init.constant_(self.gate, self.gate_start or 0.0)
+
+    def forward(self) -> SiteParameters:
+        return SiteParameters(
+            self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
+        )
+
+    def weights(self, sources: Sequence[Tensor]) -> Tensor:
+        """The softmax over depth, [S, ..., H]."""
+        return self().weights(sources)
+
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
         parts += [name for name in ("query", "gate") if getattr(self, name) is not None]
         return ", ".join(parts)
 
 
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What calling :class:`Sites` returns: every site's parameters, by the place that reads them.
+
+    Travels with a stream as structure, never among its tensors: a checkpointed layer or a pipeline
+    hop carries activations, not parameters.
+    """
+
+    plan: Plan
+    sites: tuple[SiteParameters | None, ...]
+    observer: Observer | None = None
+
+    def at(self, index: int) -> SiteParameters | None:
+        """Of the place before sublayer ``index``; None where there is nothing to choose."""
+        return self.sites[index]
+
+    def to(self, device: Any, non_blocking: bool = False) -> Routing:
+        moved = (None if site is None else site.to(device, non_blocking) for site in self.sites)
+        return replace(self, sites=tuple(moved))
+
+
 class Sites(nn.Module):
-    """Every site of a model in reading order, by name (``layers.3.attention``) or by index."""
+    """Every site of a model in reading order, by name (``layers.3.attention``) or by index.
+
+    A model calls it once a forward and goes on with the :class:`Routing` that comes back.
+    """
 
     def __init__(self, plan: Plan, width: int) -> None:
         super().__init__()
         self.plan = plan
         self.width = width
-        self.observer = None
+        self.observer: Observer | None = None
         gate_start = 1.0 if plan.learned and plan.init != "gate" else 0.0
         self._names: dict[str, str] = {}
         self._by_index: dict[int, str] = {}
@@ -161,6 +222,17 @@ class Sites(nn.Module):
             key = name.replace(".", "_")
             self.add_module(key, site)
             self._names[name] = self._by_index[index] = key
+
+    def forward(self, embedding: Tensor | None = None) -> Routing:
+        """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
+        places = range(self.plan.num_sublayers + 1)
+        sites = (None if (site := self.at(i)) is None else site() for i in places)
+        return Routing(self.plan, tuple(sites), self.observer)
+
+    @property
+    def active(self) -> Sites:
+        """Itself: what a wrapper that passes attributes on to the module in use leads to."""
+        return self
 
     def at(self, index: int) -> Site | None:
         """The site read before sublayer ``index``; None where there is nothing to choose."""

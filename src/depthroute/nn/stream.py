@@ -26,14 +26,14 @@ from torch.utils import _pytree as pytree
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
-from depthroute.nn.site import Site, Sites
+from depthroute.nn.site import Routing, Site, SiteParameters, Sites
 from depthroute.plan import Plan
 
 
 class Observer(Protocol):
     """Something that watches a stream; :func:`depthroute.trace` is one. Absent by default."""
 
-    def on_read(self, stream: ResidualStream, site: Site | None, x: Tensor) -> None: ...
+    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None: ...
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor: ...
 
@@ -64,7 +64,7 @@ class ResidualStream:
     """The last output, noted but not yet added to the others."""
     priors: tuple[tuple[Tensor, Tensor], ...] = ()
     """Phase-1 output and log-sum-exp of this and the group's later sublayers."""
-    sites: Sites | None = None
+    sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
 
@@ -75,7 +75,7 @@ class ResidualStream:
         config: RoutingConfig | Plan,
         *,
         num_layers: int | None = None,
-        sites: Sites | None = None,
+        sites: Sites | Routing | None = None,
         observer: Observer | None = None,
     ) -> ResidualStream:
         """A stream that holds the token embedding as the first layer receives it."""
@@ -92,7 +92,7 @@ class ResidualStream:
             index=0,
             sources=(embedding,) if holds else (),
             state=embedding if config.keeps_state else None,
-            sites=sites,
+            sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
         )
 
@@ -118,12 +118,12 @@ class ResidualStream:
             return (*self.sources, self.partial)
         return self.sources
 
-    def read(self, site: Site | None = None) -> Tensor:
+    def read(self, site: Site | SiteParameters | None = None) -> Tensor:
         """What the next sublayer receives, before its own norm."""
-        return self.settled()._read(site, carries=False)[0]
+        return self.settled()._read(_called(site), carries=False)[0]
 
     def take(
-        self, site: Site | None = None, norm: PreNorm | None = None
+        self, site: Site | SiteParameters | None = None, norm: PreNorm | None = None
     ) -> tuple[Tensor, ResidualStream]:
         """:meth:`read`, through the sublayer's norm if one is given, and the stream to go on with.
 
@@ -131,6 +131,7 @@ class ResidualStream:
         handed on (:mod:`depthroute.ops.carry`), so that in backward every source's gradient is
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
+        site = _called(site)
         if site is not None and self._fuses(self.index):
             return self._boundary(site, norm)
         held = self.sources[0] if self.sources else self.state
@@ -149,7 +150,9 @@ class ResidualStream:
         finished = plan.num_finished(plan.group(index).start) if self.priors else 0
         return ops.fuses_boundary(held, plan.num_sources(index) - finished)
 
-    def _boundary(self, site: Site, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
+    def _boundary(
+        self, site: SiteParameters, norm: PreNorm | None
+    ) -> tuple[Tensor, ResidualStream]:
         """Push what is pending, mix and apply the norm, in one kernel."""
         plan, index = self.plan, self.index
         residual = self.state if plan.adds_state else None
@@ -224,13 +227,13 @@ class ResidualStream:
         assert held is not None
         return held.dtype
 
-    def _read(self, site: Site | None, carries: bool) -> tuple[Tensor, ResidualStream]:
+    def _read(self, site: SiteParameters | None, carries: bool) -> tuple[Tensor, ResidualStream]:
         x, after = self._route(site, carries)
         if self.observer is not None:
             self.observer.on_read(self, site, x)
         return x, after
 
-    def _route(self, site: Site | None, carries: bool) -> tuple[Tensor, ResidualStream]:
+    def _route(self, site: SiteParameters | None, carries: bool) -> tuple[Tensor, ResidualStream]:
         plan = self.plan
         if not plan.reads_mix(self.index):
             return (self.state if self.state is not None else self.value), self
@@ -258,7 +261,11 @@ class ResidualStream:
         return self._mix(site, carries, residual, scale)
 
     def _mix(
-        self, site: Site, carries: bool, residual: Tensor | None = None, scale: float = 1.0
+        self,
+        site: SiteParameters,
+        carries: bool,
+        residual: Tensor | None = None,
+        scale: float = 1.0,
     ) -> tuple[Tensor, ResidualStream]:
         """One pass over everything visible, or phase 2 after a group's phase 1."""
         sources, plan = self.visible(), self.plan
@@ -350,7 +357,7 @@ class ResidualStream:
             outputs, lses = ops.depth_mix_group(*arguments, **options)
         return replace(after, priors=tuple(zip(outputs.unbind(), lses.unbind(), strict=True)))
 
-    def finish(self, site: Site | None = None) -> Tensor:
+    def finish(self, site: Site | SiteParameters | None = None) -> Tensor:
         """What the final norm reads."""
         if self.index != self.plan.num_sublayers:
             raise DepthrouteError(
@@ -360,6 +367,26 @@ class ResidualStream:
         return self.read(site)
 
     # structure: what a pytree, a checkpointed layer or a pipeline stage needs
+
+    def to(self, device: Any, non_blocking: bool = False) -> ResidualStream:
+        """The stream and the parameters it is read with on ``device``, for a layer that is there
+        (accelerate moves what a layer is given this way)."""
+        tensors = (self.sources, self.partial, self.state, self.pending, self.priors)
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        sources, partial, state, pending, priors = pytree.tree_map_only(Tensor, moved, tensors)
+        sites = None if self.sites is None else self.sites.to(device, non_blocking)
+        return replace(
+            self,
+            sources=sources,
+            partial=partial,
+            state=state,
+            pending=pending,
+            priors=priors,
+            sites=sites,
+        )
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
@@ -392,6 +419,10 @@ class ResidualStream:
             pending=None,
             priors=priors,
         )
+
+
+def _called(site: Site | SiteParameters | None) -> SiteParameters | None:
+    return site() if isinstance(site, torch.nn.Module) else site
 
 
 pytree.register_pytree_node(
