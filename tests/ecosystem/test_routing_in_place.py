@@ -240,6 +240,7 @@ def test_an_offloaded_model_is_traced_as_any_other():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's own, in a new thread
 @pytest.mark.parametrize("method", METHODS)
 def test_layers_on_two_devices_give_the_logits_of_one(method):
     model = routed_model(method)

@@ -8,6 +8,8 @@ import depthroute as dr
 from tests.support import METHODS, plain_model, routed_model, tokens
 
 TOLERANCE = 1e-5
+"""Of the largest logit: fp32 rounds differently from CPU to CPU, and sharp routing passes it on. A
+token that reads the wrong cache entry is off by 1e-2 or more."""
 LOOPED = {
     "looped standard": dr.RoutingConfig("standard", loops=2),
     "looped delta": dr.RoutingConfig("delta", block_size=3, loops=2),
@@ -26,6 +28,10 @@ def caches(model, length=32):
         "dynamic": DynamicCache(config=model.config),
         "static": StaticCache(config=model.config, max_cache_len=length),
     }
+
+
+def is_close(found, expected):
+    return (found - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
 @torch.no_grad()
@@ -53,7 +59,7 @@ def test_prefill_then_decode_and_chunked_prefill_equal_the_full_forward(name, ki
     full = model(ids).logits
     for sizes in ([8, 1, 1, 1, 1, 1, 1], [5, 4, 5]):
         pieces = in_pieces(model, ids, sizes, caches(model)[kind])
-        assert (pieces - full).abs().max() < TOLERANCE, sizes
+        assert is_close(pieces, full), sizes
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -66,7 +72,7 @@ def test_left_padding_changes_nothing(name):
     mask[0, :4] = 0
     cache = DynamicCache(config=model.config)
     logits = in_pieces(model, padded, [10, 1, 1, 2], cache, mask)
-    assert (logits[:1, 4:] - alone).abs().max() < TOLERANCE
+    assert is_close(logits[:1, 4:], alone)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -83,7 +89,7 @@ def test_beam_search_with_a_cache_equals_beam_search_without(name):
     cached = model.generate(ids, use_cache=True, **options)
     fresh = model.generate(ids, use_cache=False, **options)
     assert torch.equal(cached.sequences, fresh.sequences)
-    assert (cached.sequences_scores - fresh.sequences_scores).abs().max() < TOLERANCE
+    assert is_close(cached.sequences_scores, fresh.sequences_scores)
 
 
 @pytest.mark.parametrize("name", ["delta block", "attnres two-phase", "depth attention"])
@@ -109,7 +115,7 @@ def test_a_compiled_step_with_a_static_cache_decodes_the_same(name):
         position = torch.tensor([[t]])
         token = ids[:, t : t + 1]
         out = step(token, past_key_values=cache, position_ids=position, use_cache=True)
-        assert (out.logits[:, 0] - full[:, t]).abs().max() < TOLERANCE
+        assert is_close(out.logits[:, 0], full[:, t])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -160,7 +166,7 @@ def test_depth_attention_follows_its_definition_layer_by_layer():
         h = h + a.o_proj(o.transpose(1, 2).flatten(2))
         h = h + layer.mlp(layer.post_attention_layernorm(h))
     expected = model.lm_head(decoder.norm(h))
-    assert (model(ids).logits - expected).abs().max() < TOLERANCE
+    assert is_close(model(ids).logits, expected)
 
 
 @torch.no_grad()
@@ -173,7 +179,7 @@ def test_keys_can_be_normalised_after_rope_as_in_the_released_code():
     ordinary = dr.convert(plain, dr.RoutingConfig("depth_attention", init="paper"))
     assert not torch.allclose(routed(ids).logits, ordinary(ids).logits, atol=1e-2)
     pieces = in_pieces(routed, ids, [9, 1, 1, 6], DynamicCache(config=routed.config))
-    assert (pieces - routed(ids).logits).abs().max() < TOLERANCE
+    assert is_close(pieces, routed(ids).logits)
     # what the cache holds at layer 0: the key projected, rotated and only then normalised
     from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
@@ -184,7 +190,7 @@ def test_keys_can_be_normalised_after_rope_as_in_the_released_code():
     k = k.transpose(1, 2)
     expected = attention.k_norm(apply_rotary_pos_emb(k, k, cos, sin)[1])
     found = routed(ids, use_cache=True).past_key_values.layers[0].keys
-    assert (found - expected).abs().max() < TOLERANCE
+    assert is_close(found, expected)
     assert torch.equal(dr.revert(routed)(ids).logits, plain(ids).logits)
     with pytest.raises(dr.ConfigError, match=r"key_norm='after_rope'.*llama has none"):
         dr.convert(plain_model(), routing)
@@ -205,7 +211,7 @@ def test_depth_attention_follows_the_attention_implementation_of_the_model(imple
     expected = model(tokens()).logits
     model.set_attn_implementation(implementation)
     output = model(tokens(), output_attentions=implementation == "eager")
-    assert (output.logits - expected).abs().max() < TOLERANCE
+    assert is_close(output.logits, expected)
     if implementation == "eager":
         assert all(a.shape[-2:] == (17, 17) for a in output.attentions)
 
