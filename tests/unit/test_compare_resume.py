@@ -73,7 +73,6 @@ def killed(tmp_path_factory):
     run = RunDirectory.create(tmp_path_factory.mktemp("killed") / "run")
     with pytest.raises(RuntimeError):
         compare(run, on_step=die_at(4))
-    run.close()
     return run
 
 

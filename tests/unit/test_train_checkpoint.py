@@ -306,7 +306,6 @@ def ten_steps(tmp_path_factory):
     """A run of 10 steps with checkpoints of 5 and 10."""
     run = fit(tmp_path_factory.mktemp("whole") / "run", TEN)
     run()
-    run.run.close()
     return run
 
 
