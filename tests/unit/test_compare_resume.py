@@ -77,7 +77,7 @@ def killed(tmp_path_factory):
 
 
 def copy(run, path):
-    shutil.copytree(run.path, path)
+    shutil.copytree(run.path, path, ignore=shutil.ignore_patterns(".depthroute-lock"))
     return RunDirectory.reopen(path)
 
 
