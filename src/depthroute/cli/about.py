@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole, output
 
 
 @app.command(epilog="Example: `depthroute presets --json`")
@@ -28,7 +28,7 @@ def presets(as_json: AsJson = False) -> None:
         table.add_row(
             preset.name, preset.summary, routing, str(recipe.steps or "-"), str(recipe.lr or "-")
         )
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 @app.command(epilog="Example: `depthroute env --json`")
@@ -40,7 +40,7 @@ def env(as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     commit = f" (commit {found['commit']})" if found["commit"] else ""
     console.print(f"depthroute {found['depthroute']}{commit}")
     console.print(f"python {found['python']} on {found['platform']}")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole
 
 bench = typer.Typer(
     help="Time operators, residual paths, training steps and decoding, after checking them.",
@@ -355,7 +355,7 @@ def _finish(
             table.add_column(columns[name])
         for row in shown:
             table.add_row(*(_cell(name, row.get(name)) for name in used))
-        Console(highlight=False).print(table)
+        PlainConsole(highlight=False).print(table)
     if record.values["failures"]:
         raise typer.Exit(1)
 

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
 from depthroute.cli.look import Device, Model, load
+from depthroute.cli.terminal import PlainConsole, notes, output
 
 
 @app.command(
@@ -95,7 +95,7 @@ def evaluate(
         report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)
         result["perplexity"] = {"file": str(perplexity)} | asdict(report)
         if not as_json:
-            Console(highlight=False, soft_wrap=True).print(str(report))
+            output().print(str(report))
     if names:
         found = run_tasks(
             loaded,
@@ -108,7 +108,7 @@ def evaluate(
         )
         result["tasks"] = [score.to_dict() for score in found]
         if not as_json:
-            Console().print(_table(result["tasks"], result["lm_eval"]))
+            PlainConsole().print(_table(result["tasks"], result["lm_eval"]))
     if as_json:
         print(json.dumps(result, indent=2))
 
@@ -127,7 +127,7 @@ def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
     from depthroute.evaluate.perplexity import text_perplexity
 
     columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[seen]} tokens left"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=notes()) as bar:
         task = bar.add_task("perplexity", total=None, seen="-")
 
         def advance(seen: int, total: int) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -36,7 +36,7 @@ def inspect(
     from depthroute.diagnostics.terminal import routing_map
 
     content = read_text(text)
-    with Console(stderr=True).status("running the model"):
+    with notes().status("running the model"):
         routed, tokenizer = load(model, device, needs_routing=True)
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
         found = record(
@@ -45,7 +45,7 @@ def inspect(
     if as_json:
         print(json.dumps({"model": model, "num_tokens": ids.numel()} | found, indent=2))
         return
-    console = Console(highlight=False)
+    console = PlainConsole(highlight=False)
     console.print(f"{model}: loss {found['loss']:.4f} over {ids.numel()} tokens", soft_wrap=True)
     console.print(routing_map(found, console))
 
@@ -72,12 +72,12 @@ def generate(
     from depthroute.models.generation import continue_prompt
 
     given = sys.stdin.read() if prompt == "-" else prompt
-    with Console(stderr=True).status("loading the model"):
+    with notes().status("loading the model"):
         loaded, tokenizer = load(model, device)
 
     def show(piece: str) -> None:
         if not as_json:
-            print(piece, end="", flush=True)
+            print(for_stdout(piece), end="", flush=True)
 
     show(given)
     text = continue_prompt(
@@ -137,7 +137,7 @@ def report(
     if as_json:
         print(json.dumps(data, indent=2))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     size = out.stat().st_size / 1024
     counts = (("method", len(data["series"])), ("run", len(data["runs"])))
     words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]

@@ -21,10 +21,10 @@ _NONE = "-"
 def progress_bar(console: Console) -> Progress:
     """One line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         TaskProgressColumn(),
-        TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left"),
+        TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left", markup=False),
         TimeRemainingColumn(),
         console=console,
     )
@@ -33,10 +33,10 @@ def progress_bar(console: Console) -> Progress:
 def training_bar(console: Console) -> Progress:
     """Loss, rate, memory and time left in one line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
         TimeRemainingColumn(),
         console=console,
     )
