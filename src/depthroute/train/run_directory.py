@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.errors import DepthrouteError
+from depthroute.train import records
 
 
 class RunError(DepthrouteError):
@@ -70,11 +71,16 @@ class RunDirectory:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The lines of the run that counts: where it went on from a checkpoint, what had come
-        after that checkpoint is left out, because it was done again."""
+        after that checkpoint is left out, because it was done again. A last line without its end
+        is being written, or was when its process was killed."""
         kept: list[tuple[int, dict[str, Any]]] = []
-        with self.metrics.open() as handle:
-            for number, line in enumerate(handle):
-                record = json.loads(line)
+        with self.metrics.open("rb") as handle:
+            whole = (line for line in handle if line.endswith(b"\n"))
+            for number, line in enumerate(whole):
+                try:
+                    record = records.parse(line)
+                except ValueError as error:
+                    raise RunError(f"{self.metrics}, line {number + 1}: {error}") from error
                 if record["event"] == "resumed":
                     kept = [(n, r) for n, r in kept if not _is_undone(n, r, record)]
                 kept.append((number, record))
