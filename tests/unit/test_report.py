@@ -148,7 +148,7 @@ def test_runs_of_one_model_each_are_set_beside_the_standard_one(tmp_path):
         del config["data"]["baselines"]
         (run / "config.json").write_text(json.dumps(config))
     data = write_report(runs, tmp_path / "page.html")
-    assert [s["label"] for s in data["series"]] == ["standard", "delta"]
+    assert [s["label"] for s in data["series"]] == ["standard · standard", "delta · delta"]
     assert [s["cost"]["relative_speed"] for s in data["series"]] == [1.0, 1.0]
     config = json.loads((runs[1] / "config.json").read_text())
     config["environment"]["devices"] = [{"device": "cpu", "name": "another"}]

@@ -23,8 +23,8 @@ class PlainConsole(Console):
     """
 
     def render_str(self, text: str, **options: Any) -> Text:
-        as_given = {"markup": False, "emoji": False, "highlight": False}
-        return super().render_str(visible(text), **options | as_given)
+        options |= {"markup": False, "emoji": False, "highlight": False}
+        return super().render_str(visible(text), **options)
 
 
 def output() -> PlainConsole:
