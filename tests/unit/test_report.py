@@ -279,7 +279,7 @@ def test_the_lowest_loss_is_marked_among_runs_on_the_same_text_only(tmp_path):
     write_report([*runs, other], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert len(re.findall('<td class="best">', page)) == 1
-    assert re.search('x0-skip</td><td>c</td><td class="best">', page) is None
+    assert re.search('x0-skip</td><td class="run">c</td><td class="best">', page) is None
 
 
 def test_runs_that_differ_in_methods_alone_share_their_settings(tmp_path):

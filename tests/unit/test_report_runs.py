@@ -117,7 +117,7 @@ def test_runs_that_share_no_step_say_theirs_and_are_not_compared(tmp_path):
     (other / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
     _, rows, words = report(tmp_path, one, other)
     assert [row["at step"] for row in rows] == ["20", "20", "40", "40"]
-    assert "at the step beside it" in words and "cannot be compared" in words
+    assert "at the step in its row" in words and "cannot be compared" in words
     assert sum(row["best"] for row in rows[:2]) == sum(row["best"] for row in rows[2:]) == 1
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from depthroute.train.display import difference_text, loss_text, unpaired
 
+_RUN = "run"
 _LOSS = "validation loss"
 _FORM = "{:.4f}"
 _DIGITS = 4
@@ -43,10 +44,10 @@ def results(data: dict[str, Any]) -> str:
     for number, row in enumerate(table):
         cells = [f'<td><i class="swatch s{number}"></i>{escape(row["method"] or "")}</td>']
         for name in shown[1:]:
-            kind = ' class="best"' if name == _LOSS and number in best else ""
-            cells.append(f"<td{kind}>{escape(row[name] or '-')}</td>")
+            kind = "best" if name == _LOSS and number in best else name if name == _RUN else ""
+            cells.append(f"<td{_class(kind)}>{escape(row[name] or '-')}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    header = "".join(f"<th>{name}</th>" for name in shown)
+    header = "".join(f"<th{_class(_RUN * (name == _RUN))}>{name}</th>" for name in shown)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _notes(data))
     return (
         '<section id="panel-results"><div class="head"><h2>Results</h2></div>'
@@ -54,6 +55,10 @@ def results(data: dict[str, Any]) -> str:
         f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div></section>"
     )
+
+
+def _class(kind: str) -> str:
+    return f' class="{kind}"' if kind else ""
 
 
 def _cells(data: dict[str, Any], series: dict[str, Any]) -> dict[str, str | None]:
@@ -64,7 +69,7 @@ def _cells(data: dict[str, Any], series: dict[str, Any]) -> dict[str, str | None
     difference = difference_text(row, "{:+.4f}")
     return {
         "method": series["method"],
-        "run": run["name"] if len(data["runs"]) > 1 else None,
+        _RUN: run["name"] if len(data["runs"]) > 1 else None,
         _LOSS: loss_text(row, _FORM),
         "at step": f"{series['step']:,}" if len(_steps(data)) > 1 and series["step"] else None,
         "nats per": run["summary"]["unit"] if len(units(data)) > 1 else None,
@@ -108,8 +113,8 @@ def _caption(data: dict[str, Any]) -> str:
     if len(data["runs"]) == 1:
         return f"{loss} of each method at the end of the same training time; {words}"
     return (
-        f"{loss} at the step beside it: the last that all methods of a run were validated at, or "
-        f"of all runs on the same data where they share one; {words}"
+        f"{loss} at the step in its row: the last that all methods of the run were validated at, "
+        f"and those of other runs on the same data where there is such a step; {words}"
     )
 
 
