@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
-from depthroute.cli.terminal import PlainConsole, output
+from depthroute.cli.terminal import PlainConsole, output, print_json
 
 
 @app.command(epilog="Example: `depthroute presets --json`")
@@ -17,7 +16,7 @@ def presets(as_json: AsJson = False) -> None:
     from depthroute.presets import PRESETS
 
     if as_json:
-        print(json.dumps([p.to_dict() for p in PRESETS.values()], indent=2))
+        print_json([p.to_dict() for p in PRESETS.values()])
         return
     table = Table()
     for name in ("preset", "what it is", "routing", "steps", "lr"):
@@ -38,7 +37,7 @@ def env(as_json: AsJson = False) -> None:
 
     found: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return
     console = output()
     commit = f" (commit {found['commit']})" if found["commit"] else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
-from depthroute.cli.terminal import PlainConsole
+from depthroute.cli.terminal import PlainConsole, print_json
 
 bench = typer.Typer(
     help="Time operators, residual paths, training steps and decoding, after checking them.",
@@ -346,7 +345,7 @@ def _finish(
     """A table or the whole record; status 1 if anything failed, after all else was measured."""
     record.save()
     if as_json:
-        print(json.dumps(record.values, indent=1))
+        print_json(record.values, indent=1)
     else:
         shown = record.rows if rows is None else rows
         used = [name for name in columns if any(row.get(name) is not None for row in shown)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +26,7 @@ from depthroute.cli.options import (
     check_resume,
     resume_command,
 )
-from depthroute.cli.terminal import PlainConsole, notes
+from depthroute.cli.terminal import PlainConsole, notes, print_json
 
 
 @app.command(epilog="Example: `depthroute compare --methods standard,delta:heads=4 --seeds 3`")
@@ -114,7 +113,7 @@ def compare(
         precompile=precompile,
     )
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print_json(summary)
     else:
         from depthroute.train.display import comparison_table
 

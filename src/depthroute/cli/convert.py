@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from depthroute.cli.app import AsJson, app
-from depthroute.cli.terminal import notes, output
+from depthroute.cli.terminal import notes, output, print_json
 
 Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
 Method = Annotated[str, typer.Option(help="attnres, delta, x0_skip, depth_attention or standard.")]
@@ -103,7 +103,7 @@ def convert(
             adapter_only=adapter_only,
         )
     if as_json:
-        print(json.dumps(asdict(result), indent=2))
+        print_json(asdict(result))
         return
     console = output()
     console.print(f"init: {result.init} ({result.reason})")
@@ -132,7 +132,10 @@ def identity(
     report = compare_checkpoints(
         base, routed, text=PROBE if text is None else read_text(text), num_tokens=tokens
     )
-    print(json.dumps(asdict(report), indent=2) if as_json else str(report))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print(report)
 
 
 @app.command(epilog="Example: `depthroute revert ./smol-delta --out ./smol-plain`")

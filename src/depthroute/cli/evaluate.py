@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
 from depthroute.cli.look import Device, Model, load
-from depthroute.cli.terminal import PlainConsole, notes, output
+from depthroute.cli.terminal import PlainConsole, notes, output, print_json
 
 
 @app.command(
@@ -110,7 +109,7 @@ def evaluate(
         if not as_json:
             PlainConsole().print(_table(result["tasks"], result["lm_eval"]))
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
 
 
 def _refuse(wanted: str, value: object, given: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ models: a terminal must not obey what stands in them, nor rich take it for marku
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from depthroute.train.shape import jsonable
 from depthroute.visible import visible
 
 
@@ -35,6 +37,11 @@ def output() -> PlainConsole:
 def notes(**options: Any) -> PlainConsole:
     """Standard error, for lines."""
     return PlainConsole(stderr=True, highlight=False, soft_wrap=True, **options)
+
+
+def print_json(value: Any, indent: int = 2) -> None:
+    """On standard output; numbers that JSON does not have are null."""
+    print(json.dumps(jsonable(value), indent=indent, allow_nan=False))
 
 
 def for_stdout(text: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from datetime import datetime
@@ -45,7 +44,7 @@ from depthroute.cli.options import (
     check_resume,
     resume_command,
 )
-from depthroute.cli.terminal import notes, output
+from depthroute.cli.terminal import notes, output, print_json
 
 
 @app.command(
@@ -228,7 +227,7 @@ def _run(
     if not is_main:
         return
     if as_json:
-        print(json.dumps(outcome, indent=2))
+        print_json(outcome)
         return
     console = output()
     best = outcome["best"]

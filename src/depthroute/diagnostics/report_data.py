@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
-from depthroute.diagnostics.run_files import is_drawable, read_run
+from depthroute.diagnostics.record import first_not_finite
+from depthroute.diagnostics.run_files import read_run
 from depthroute.train.methods import BASELINE
-from depthroute.train.shape import is_finite
+from depthroute.train.shape import is_finite, jsonable
 from depthroute.visible import visible
 
 CURVE_POINTS = 60
@@ -40,17 +40,15 @@ def collect(paths: list[Path]) -> dict[str, Any]:
                 | _series(row, run, records, traces)
             )
     _relate(series, [run["config"] for run in runs])
-    return _presentable({"runs": runs, "series": series})
+    return _spelled_out(jsonable({"runs": runs, "series": series}))
 
 
-def _presentable(value: Any) -> Any:
-    """Numbers that JSON has, and text that no page, picture or terminal obeys."""
+def _spelled_out(value: Any) -> Any:
+    """All text made such that no page, picture or terminal obeys it."""
     if isinstance(value, dict):
-        return {visible(str(key)): _presentable(inner) for key, inner in value.items()}
+        return {visible(key): _spelled_out(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_presentable(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return [_spelled_out(inner) for inner in value]
     return visible(value) if isinstance(value, str) else value
 
 
@@ -105,7 +103,7 @@ def _series(
     }
     is_alone = len(run["summary"]["rows"]) == 1  # a run of one model need not name it
     mine = [t for t in traces if is_alone or t["method"] == method]
-    drawable = [t for t in mine if is_drawable(t)]
+    drawable = [t for t in mine if first_not_finite(t) is None]
     memory = _peak(mine)
     standard = _peak([t for t in traces if t.get("method", method) == BASELINE])
     return {

@@ -11,7 +11,7 @@ from typing import Any
 from depthroute.diagnostics.record import KINDS
 from depthroute.errors import DepthrouteError
 from depthroute.train.run_directory import RunDirectory
-from depthroute.train.shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check, is_finite
+from depthroute.train.shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check
 from depthroute.train.summary import summarise
 
 _DEEPEST = 10_000
@@ -147,12 +147,3 @@ def _check_traces(traces: Any, methods: list[str]) -> None:
 def _places(trace: dict[str, Any]) -> list[Any]:
     sites = [(site["name"], site["layer"], site["sources"]) for site in trace["sites"]]
     return [sites, [row["name"] for row in trace["sublayers"]], trace["sources"]]
-
-
-def is_drawable(trace: dict[str, Any]) -> bool:
-    """Whether its weights are numbers; those of a model that diverged are not."""
-    values = [
-        [*site["weights"], site["normalised_max"], site["normalised_entropy"]]
-        for site in trace["sites"]
-    ]
-    return all(is_finite(value) for site in values for value in site)

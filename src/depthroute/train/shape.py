@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,15 @@ LARGEST = 1e30
 
 def is_finite(value: float) -> bool:
     return abs(value) < LARGEST  # of nan this is False too
+
+
+def jsonable(value: Any) -> Any:
+    """With null for the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_whole(value: Any) -> bool:
