@@ -200,3 +200,33 @@ def test_dark_and_print_have_their_own_colours(page):
     assert page.locator("#panel-maps figure:visible").count() > 1
     assert not page.locator(".tools").nth(0).is_visible()
     page.emulate_media(color_scheme="light", media="screen")
+
+
+INJECTED = """<img id="broken" src="data:,x" onerror="window.injected = 1">
+<button id="handler" onclick="window.injected = 1" style="color: red">x</button>
+<img src="https://example.com/x.png"><script>window.injected = 1</script>
+<script src="data:text/javascript,window.injected=1"></script>
+<style>body { background: red !important; }</style>"""
+
+
+def test_the_policy_is_enforced_whatever_gets_into_the_page(browser, tmp_path):
+    run = write_run(tmp_path / "run", ("standard", "delta"))
+    write_report([run], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    (tmp_path / "report.html").write_text(text.replace("<main>", f"<main>{INJECTED}", 1))
+    page = browser.new_page()
+    problems, stopped = [], {}
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("requestfailed", lambda request: stopped.update({request.url: request.failure}))
+    page.goto(f"file://{tmp_path / 'report.html'}")
+    page.locator("#handler").click()
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.injected") is None
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert stopped["https://example.com/x.png"] == "csp"
+    refused = [text for text in problems if "Content Security Policy" in text]
+    assert len(refused) >= 6
+    assert page.locator("#curves .key").count() == 2  # and the page itself still works
+    page.locator("#curves .key").nth(0).click()
+    assert page.locator("#curves .key.off").count() == 1
+    page.close()

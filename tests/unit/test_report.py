@@ -148,7 +148,7 @@ def test_runs_of_one_model_each_are_set_beside_the_standard_one(tmp_path):
         del config["data"]["baselines"]
         (run / "config.json").write_text(json.dumps(config))
     data = write_report(runs, tmp_path / "page.html")
-    assert [s["label"] for s in data["series"]] == ["standard", "delta"]
+    assert [s["label"] for s in data["series"]] == ["standard · standard", "delta · delta"]
     assert [s["cost"]["relative_speed"] for s in data["series"]] == [1.0, 1.0]
     config = json.loads((runs[1] / "config.json").read_text())
     config["environment"]["devices"] = [{"device": "cpu", "name": "another"}]
@@ -279,7 +279,7 @@ def test_the_lowest_loss_is_marked_among_runs_on_the_same_text_only(tmp_path):
     write_report([*runs, other], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert len(re.findall('<td class="best">', page)) == 1
-    assert re.search('x0-skip</td><td class="best">', page) is None
+    assert re.search('x0-skip</td><td class="run">c</td><td class="best">', page) is None
 
 
 def test_runs_that_differ_in_methods_alone_share_their_settings(tmp_path):

@@ -393,13 +393,13 @@ def test_a_run_killed_before_its_first_checkpoint_records_nothing_twice(tmp_path
 
 def test_a_line_that_is_no_record_is_named_and_one_being_written_is_not_read(tmp_path):
     run = RunDirectory.create(tmp_path / "run")
-    run.append({"event": "start"})
+    run.append({"event": "interrupted"})
     with run.metrics.open("a") as handle:
         handle.write('{"event": "st')
-    assert [r["event"] for r in run.records()] == ["start"]
+    assert [r["event"] for r in run.records()] == ["interrupted"]
     for line in ("nonsense", "[]", "{}", '"event"', "[" * 100_000):
-        run.metrics.write_text(f'{{"event": "start"}}\n{line}\n')
-        with pytest.raises(RunError, match=r"line 2 of .*metrics.jsonl is no record"):
+        run.metrics.write_text(f'{{"event": "interrupted"}}\n{line}\n')
+        with pytest.raises(RunError, match=r"metrics.jsonl, line 2: .* damaged"):
             list(run.records())
 
 

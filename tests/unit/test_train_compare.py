@@ -23,7 +23,7 @@ from depthroute.train.loop import Trainer
 from depthroute.train.methods import METHODS, parse_method, parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
-from depthroute.train.summary import comparable_losses, summarise
+from depthroute.train.summary import comparable_places, summarise
 
 SMALL = replace(
     presets.get("tiny"),
@@ -190,10 +190,10 @@ def test_losses_are_only_compared_at_a_step_that_all_methods_reached():
         return {"seed": seed, "method": method, "step": step, "loss": loss}
 
     both = [record(s, m, 3, 3.0) for s in (0, 1) for m in ("a", "b")]
-    assert comparable_losses(["a", "b"], [*both, record(0, "a", 6, 2.0)], [])[0] == 3
+    assert list(comparable_places(["a", "b"], [*both, record(0, "a", 6, 2.0)], [])) == [3]
     ended = [record(0, m, 6, 2.0) for m in ("a", "b")]
-    step, losses = comparable_losses(["a", "b"], both + ended, [])
-    assert (step, losses) == (6, {0: {"a": 2.0, "b": 2.0}})
+    places = comparable_places(["a", "b"], both + ended, [])
+    assert list(places) == [3, 6] and places[6] == {0: {"a": 2.0, "b": 2.0}}
 
 
 def test_the_order_rotates_so_that_each_method_comes_first_equally_often():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole, output, print_json
 
 
 @app.command(epilog="Example: `depthroute presets --json`")
@@ -17,7 +16,7 @@ def presets(as_json: AsJson = False) -> None:
     from depthroute.presets import PRESETS
 
     if as_json:
-        print(json.dumps([p.to_dict() for p in PRESETS.values()], indent=2))
+        print_json([p.to_dict() for p in PRESETS.values()])
         return
     table = Table()
     for name in ("preset", "what it is", "routing", "steps", "lr"):
@@ -28,7 +27,7 @@ def presets(as_json: AsJson = False) -> None:
         table.add_row(
             preset.name, preset.summary, routing, str(recipe.steps or "-"), str(recipe.lr or "-")
         )
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 @app.command(epilog="Example: `depthroute env --json`")
@@ -38,9 +37,9 @@ def env(as_json: AsJson = False) -> None:
 
     found: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
     if as_json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     commit = f" (commit {found['commit']})" if found["commit"] else ""
     console.print(f"depthroute {found['depthroute']}{commit}")
     console.print(f"python {found['python']} on {found['platform']}")

@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from depthroute._version import __version__
+from depthroute.cli.terminal import guard
 from depthroute.errors import DepthrouteError
+from depthroute.visible import visible_line
 
 app = typer.Typer(
     help="Learned routing over depth for Transformers.",
@@ -41,10 +43,11 @@ def _commands(
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit status 2."""
+    guard()
     try:
         app()
     except DepthrouteError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible_line(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

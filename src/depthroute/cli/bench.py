@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole, print_json
 
 bench = typer.Typer(
     help="Time operators, residual paths, training steps and decoding, after checking them.",
@@ -346,7 +345,7 @@ def _finish(
     """A table or the whole record; status 1 if anything failed, after all else was measured."""
     record.save()
     if as_json:
-        print(json.dumps(record.values, indent=1))
+        print_json(record.values, indent=1)
     else:
         shown = record.rows if rows is None else rows
         used = [name for name in columns if any(row.get(name) is not None for row in shown)]
@@ -355,7 +354,7 @@ def _finish(
             table.add_column(columns[name])
         for row in shown:
             table.add_row(*(_cell(name, row.get(name)) for name in used))
-        Console(highlight=False).print(table)
+        PlainConsole(highlight=False).print(table)
     if record.values["failures"]:
         raise typer.Exit(1)
 

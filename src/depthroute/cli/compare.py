@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
 from depthroute.cli.options import (
@@ -29,6 +27,7 @@ from depthroute.cli.options import (
     check_resume,
     resume_command,
 )
+from depthroute.cli.terminal import PlainConsole, notes, print_json
 
 
 @app.command(epilog="Example: `depthroute compare --methods standard,delta:heads=4 --seeds 3`")
@@ -96,7 +95,7 @@ def compare(
         source = sources.TextSource(data, **options)
     elif any(v is not None for k, v in options.items() if k not in ("cache", "text_field")):
         raise ConfigError("options that say how text is read need the text; add --data")
-    with Watching(_notes()) as watching:
+    with Watching(notes()) as watching:
         comparison = prepare.comparison(
             preset=preset,
             methods=methods,
@@ -115,21 +114,17 @@ def compare(
         precompile=precompile,
     )
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print_json(summary)
     else:
         from depthroute.train.display import comparison_table
 
-        Console().print(comparison_table(summary))
-    notes = _notes()
-    notes.print(f"run directory: {run.path}")
+        PlainConsole().print(comparison_table(summary))
+    aside = notes()
+    aside.print(f"run directory: {run.path}")
     if not summary["is_complete"]:
-        notes.print("interrupted: the table holds what was finished; go on with:")
-        notes.print(f"  {resume_command(run.path)}", markup=False)
+        aside.print("interrupted: the table holds what was finished; go on with:")
+        aside.print(f"  {resume_command(run.path)}")
         raise typer.Exit(128 + summary["signal"])
-
-
-def _notes() -> Console:
-    return Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def _run_comparison(
@@ -143,12 +138,12 @@ def _run_comparison(
     from depthroute.train.resuming import open_run
 
     run, is_resumed = open_run(out, resume=resume)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console = notes()
     if precompile:
         from depthroute.train.precompile import precompile as compile_ahead
 
-        compile_ahead(comparison, precompile, _notes().print)
-    with closing(run), progress_bar(Console(stderr=True)) as bar:
+        compile_ahead(comparison, precompile, console.print)
+    with closing(run), progress_bar(console) as bar:
         # rounds, not steps: with equal time methods take different numbers of steps
         task = bar.add_task("starting", total=len(comparison.seeds), loss="-", rate="-")
 
@@ -169,6 +164,6 @@ def _run_comparison(
             sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
             look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,
-            note=notes.print,
+            note=console.print,
         )
     return run, summary

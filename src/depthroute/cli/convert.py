@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import notes, output, print_json
 
 Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
 Method = Annotated[str, typer.Option(help="attnres, delta, x0_skip, depth_attention or standard.")]
@@ -92,8 +92,7 @@ def convert(
     from depthroute.models.command import convert_checkpoint
 
     settings = routing_config(method, num_blocks, block_size, init, routing)
-    notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    with notes.status("converting"):
+    with notes().status("converting"):
         result = convert_checkpoint(
             base,
             out,
@@ -104,9 +103,9 @@ def convert(
             adapter_only=adapter_only,
         )
     if as_json:
-        print(json.dumps(asdict(result), indent=2))
+        print_json(asdict(result))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     console.print(f"init: {result.init} ({result.reason})")
     console.print(str(result.identity))
     console.print(
@@ -133,7 +132,10 @@ def identity(
     report = compare_checkpoints(
         base, routed, text=PROBE if text is None else read_text(text), num_tokens=tokens
     )
-    print(json.dumps(asdict(report), indent=2) if as_json else str(report))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print(report)
 
 
 @app.command(epilog="Example: `depthroute revert ./smol-delta --out ./smol-plain`")
@@ -145,7 +147,7 @@ def revert(
     from depthroute.models.command import revert_checkpoint
 
     revert_checkpoint(model, out)
-    Console(highlight=False, soft_wrap=True).print(f"written: {out}")
+    output().print(f"written: {out}")
 
 
 def read_text(path: Path, option: str = "--text") -> str:

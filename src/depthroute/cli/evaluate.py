@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
 from depthroute.cli.look import Device, Model, load
+from depthroute.cli.terminal import PlainConsole, notes, output, print_json
 
 
 @app.command(
@@ -95,7 +94,7 @@ def evaluate(
         report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)
         result["perplexity"] = {"file": str(perplexity)} | asdict(report)
         if not as_json:
-            Console(highlight=False, soft_wrap=True).print(str(report))
+            output().print(str(report))
     if names:
         found = run_tasks(
             loaded,
@@ -108,9 +107,9 @@ def evaluate(
         )
         result["tasks"] = [score.to_dict() for score in found]
         if not as_json:
-            Console().print(_table(result["tasks"], result["lm_eval"]))
+            PlainConsole().print(_table(result["tasks"], result["lm_eval"]))
     if as_json:
-        print(json.dumps(result, indent=2))
+        print_json(result)
 
 
 def _refuse(wanted: str, value: object, given: dict[str, object]) -> None:
@@ -127,7 +126,7 @@ def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
     from depthroute.evaluate.perplexity import text_perplexity
 
     columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[seen]} tokens left"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=notes()) as bar:
         task = bar.add_task("perplexity", total=None, seen="-")
 
         def advance(seen: int, total: int) -> None:

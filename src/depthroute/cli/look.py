@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
+from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output, print_json
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
@@ -33,20 +33,30 @@ def inspect(
     """
     from depthroute.cli.convert import read_text
     from depthroute.diagnostics import record, trace
+    from depthroute.diagnostics.record import first_not_finite
     from depthroute.diagnostics.terminal import routing_map
+    from depthroute.errors import DepthrouteError
 
     content = read_text(text)
-    with Console(stderr=True).status("running the model"):
+    with notes().status("running the model"):
         routed, tokenizer = load(model, device, needs_routing=True)
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
+        if ids.numel() < 2:
+            raise DepthrouteError(f"--text holds {ids.numel()} tokens; give at least 2")
         found = record(
             trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
         )
+    if (site := first_not_finite(found)) is not None:
+        raise DepthrouteError(
+            f"the routing weights of {model!r} are no numbers at {site}: it diverged in training "
+            "or its file is damaged"
+        )
     if as_json:
-        print(json.dumps({"model": model, "num_tokens": ids.numel()} | found, indent=2))
+        print_json({"model": model, "num_tokens": ids.numel()} | found)
         return
-    console = Console(highlight=False)
-    console.print(f"{model}: loss {found['loss']:.4f} over {ids.numel()} tokens", soft_wrap=True)
+    console = PlainConsole(highlight=False)
+    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
+    console.print(f"{model}: loss {loss} over {ids.numel()} tokens", soft_wrap=True)
     console.print(routing_map(found, console))
 
 
@@ -67,34 +77,42 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made."""
-    import sys
-
     from depthroute.models.generation import continue_prompt
 
-    given = sys.stdin.read() if prompt == "-" else prompt
-    with Console(stderr=True).status("loading the model"):
+    given = _standard_input() if prompt == "-" else prompt
+    with notes().status("loading the model"):
         loaded, tokenizer = load(model, device)
 
     def show(piece: str) -> None:
         if not as_json:
-            print(piece, end="", flush=True)
+            print(for_stdout(piece), end="", flush=True)
 
     show(given)
-    text = continue_prompt(
-        loaded,
-        tokenizer,
-        given,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        on_text=show,
-    )
+    try:
+        text = continue_prompt(
+            loaded,
+            tokenizer,
+            given,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            on_text=show,
+        )
+    finally:
+        show("\n")  # an error begins on a line of its own
     if as_json:
-        print(json.dumps({"model": model, "prompt": given, "text": text}, indent=2))
-    else:
-        print()
+        print_json({"model": model, "prompt": given, "text": text})
+
+
+def _standard_input() -> str:
+    from depthroute.errors import DepthrouteError
+
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DepthrouteError(f"standard input is no text: {error}") from error
 
 
 def load(name: str, device: str, *, needs_routing: bool = False) -> tuple[Any, Any]:
@@ -135,9 +153,9 @@ def report(
     data = write_report(runs, out, title)
     written = [] if figures is None else write_figures(runs, figures)
     if as_json:
-        print(json.dumps(data, indent=2))
+        print_json(data)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     size = out.stat().st_size / 1024
     counts = (("method", len(data["series"])), ("run", len(data["runs"])))
     words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]

@@ -131,4 +131,4 @@ class Watching:
         status = training_status(result.loss, result.tokens / result.seconds, memory)
         self.bar.update(self.task, completed=result.step + 1, status=status)
         if result.skipped is not None:
-            self.console.print(f"step {result.step} skipped: {result.skipped}", markup=False)
+            self.console.print(f"step {result.step} skipped: {result.skipped}")

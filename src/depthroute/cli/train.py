@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from datetime import datetime
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from depthroute.cli.app import AsJson, app
 from depthroute.cli.convert import (
@@ -46,6 +44,7 @@ from depthroute.cli.options import (
     check_resume,
     resume_command,
 )
+from depthroute.cli.terminal import notes, output, print_json
 
 
 @app.command(
@@ -207,8 +206,8 @@ def _run(
     out = out or Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
     is_main = os.environ.get("RANK", "0") == "0"
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar
-    notes = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not is_main)
-    with Watching(notes) as watching:
+    aside = notes(quiet=not is_main)
+    with Watching(aside) as watching:
         request = Request(
             data,
             out,
@@ -222,15 +221,15 @@ def _run(
             outcome = start(request)
         except Interrupted as stopped:
             watching.end()
-            notes.print(f"stopped after step {stopped.step}, saved; resume with:")
-            notes.print(f"  {resume_command(out)}", markup=False)
+            aside.print(f"stopped after step {stopped.step}, saved; resume with:")
+            aside.print(f"  {resume_command(out)}")
             raise typer.Exit(128 + stopped.signal) from None
     if not is_main:
         return
     if as_json:
-        print(json.dumps(outcome, indent=2))
+        print_json(outcome)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = output()
     best = outcome["best"]
     console.print(
         f"{outcome['steps']} steps, validation loss {outcome['validation_loss']:.4f} nats per "

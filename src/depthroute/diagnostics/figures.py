@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from depthroute.diagnostics.results import units
 from depthroute.diagnostics.svg import DASHES, Facet, Figure, Line, Style, line_figure
 from depthroute.diagnostics.svg_map import bar_figure, map_figure
 
@@ -63,15 +64,13 @@ def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     keys = ("validation", "difference", "training")
     known = [s[key]["tokens"] for s in data["series"] for key in keys if s[key]]
     end = max((tokens[-1] for tokens in known if tokens), default=1.0)
-    for key, title in zip(
-        keys,
-        (
-            "Validation loss, nats per token",
-            "Difference to standard, paired by seed",
-            "Training loss, nats per token",
-        ),
-        strict=True,
-    ):
+    unit = " or ".join(units(data))
+    titles = (
+        f"Validation loss, nats per {unit}",
+        "Difference to standard, paired by seed",
+        f"Training loss, nats per {unit}",
+    )
+    for key, title in zip(keys, titles, strict=True):
         lines = [
             Line(look, curve["tokens"], curve["mean"], curve["spread"])
             for look, series in zip(looks, data["series"], strict=True)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from depthroute.diagnostics.trace import Trace
+from depthroute.train.shape import is_finite
 
 KINDS = ("attention", "mlp", "values")
 """What reads: an attention sublayer, an MLP (and the end of the stack), attention's values."""
@@ -54,13 +55,22 @@ def record(trace: Trace) -> dict[str, Any]:
     ]
     mean = trace.mean_normalised_max
     return {
-        "loss": trace.loss,
+        "loss": trace.loss if trace.loss is None or math.isfinite(trace.loss) else None,
         "num_layers": num_layers,
         "mean_normalised_max": None if mean is None else _short(mean),
         "sources": ordered,
         "sites": sites,
         "sublayers": sublayers,
     }
+
+
+def first_not_finite(record: dict[str, Any]) -> str | None:
+    """The first site whose weights are no numbers; a model that diverged has such."""
+    for site in record["sites"]:
+        values = (*site["weights"], site["normalised_max"], site["normalised_entropy"])
+        if not all(is_finite(value) for value in values):
+            return site["name"]
+    return None
 
 
 def _finite(value: float | None) -> float | None:

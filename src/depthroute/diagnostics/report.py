@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -10,10 +13,13 @@ from typing import Any
 
 from depthroute import files
 from depthroute.diagnostics.figures import figures, palette
-from depthroute.diagnostics.report_data import ReportError, collect
+from depthroute.diagnostics.report_data import collect
+from depthroute.diagnostics.results import has_one_seed, results, untraced
+from depthroute.diagnostics.run_files import ReportError
 from depthroute.diagnostics.svg import Figure, count_text
 from depthroute.diagnostics.svg_map import ramp
-from depthroute.train.display import given_time, spread
+from depthroute.train.display import given_time
+from depthroute.visible import visible_line
 
 PANELS = {
     "curves": (
@@ -44,21 +50,13 @@ PANELS = {
     ),
 }
 
-SEEDS = {
-    False: {
-        "results": "± is the sample standard deviation over seeds, and differences are paired by "
-        "seed.",
-        "curves": "Mean over seeds; the band is one sample standard deviation. The paired "
-        "difference subtracts the standard model of the same seed, so what the seeds share "
-        "cancels.",
-    },
-    True: {
-        "results": "one seed, so how far a loss varies from seed to seed is not known here.",
-        "curves": "One seed, so there is no band: how far a curve varies from seed to seed is not "
-        "known here. The difference subtracts the standard model at the same step.",
-    },
+SPREAD = {
+    False: "Mean over seeds; the band is one sample standard deviation. The paired difference "
+    "subtracts the standard model of the same seed, so what the seeds share cancels.",
+    True: "One seed, so there is no band: how far a curve varies from seed to seed is not known "
+    "here. The difference subtracts the standard model at the same step.",
 }
-"""What the captions say of the spread, by whether every run has a single seed."""
+"""What the caption of the curves says of the spread, by whether every run has a single seed."""
 
 
 def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict[str, Any]:
@@ -89,7 +87,9 @@ def write_figures(paths: list[Path], folder: Path) -> list[Path]:
 
 
 def render(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
-    template = resources.files("depthroute.diagnostics").joinpath("report_template.html")
+    file = resources.files("depthroute.diagnostics").joinpath("report_template.html")
+    template = file.read_text(encoding="utf-8")
+    title = visible_line(title)
     hover = {figure.name: figure.hover for figure in drawn}
     embedded = json.dumps(data | {"hover": hover}, separators=(",", ":"), allow_nan=False)
     colors = palette(data)
@@ -102,10 +102,35 @@ def render(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
         # the text of a page may not hold "</script>"
         "data": embedded.replace("<", "\\u003c"),
     }
-    page = template.read_text(encoding="utf-8")
-    for name, value in values.items():
-        page = page.replace("{{" + name + "}}", value, 1)
-    return page
+    values["policy"] = _policy(
+        style=_filled(_between(template, "<style>", "</style>"), values),
+        script=_between(template, "<script>", "</script>"),
+    )
+    return _filled(template, values)
+
+
+def _filled(template: str, values: dict[str, str]) -> str:
+    """In one pass: a run may be called ``{{body}}``."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], template)
+
+
+def _between(text: str, start: str, end: str) -> str:
+    return text.partition(start)[2].partition(end)[0]
+
+
+def _policy(style: str, script: str) -> str:
+    """The page's own style and script run, by their hashes, and nothing else does or is loaded.
+
+    Images are the drawings themselves, on their way to a PNG.
+    """
+    hashes = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in (style, script)
+    ]
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashes[0]}'; script-src 'sha256-{hashes[1]}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
 
 
 def _title(data: dict[str, Any]) -> str:
@@ -121,7 +146,8 @@ def _variables(series: list[str], levels: list[str]) -> str:
 
 def _classes(num_series: int, num_levels: int) -> str:
     rules = [
-        f"svg .c{n} {{ stroke: var(--c{n}); }} svg .f{n} {{ fill: var(--c{n}); }}"
+        f"svg .c{n} {{ stroke: var(--c{n}); }} svg .f{n} {{ fill: var(--c{n}); }} "
+        f".s{n} {{ background: var(--c{n}); }}"
         for n in range(num_series)
     ]
     rules += [f"svg .w{n} {{ fill: var(--w{n}); }}" for n in range(num_levels)]
@@ -131,12 +157,12 @@ def _classes(num_series: int, num_levels: int) -> str:
 
 def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
     parts = [f'<header><h1>{escape(title)}</h1><p class="lead">{_lead(data)}</p></header>']
-    parts.append(_results(data))
+    parts.append(results(data))
     by_panel: dict[str, list[Figure]] = {}
     for figure in drawn:
         by_panel.setdefault(figure.name.split("-")[0].replace("map", "maps"), []).append(figure)
     for name in PANELS:
-        if name in by_panel or (name == "maps" and _untraced(data)):
+        if name in by_panel or (name == "maps" and untraced(data)):
             parts.append(_panel(name, data, by_panel.get(name, [])))
     parts.append(_settings(data))
     return "\n".join(parts)
@@ -146,8 +172,9 @@ def _lead(data: dict[str, Any]) -> str:
     words = []
     for run in data["runs"]:
         summary = run["summary"]
-        seeds = len(summary["seeds"])
-        state = "" if summary["is_complete"] else " (interrupted)"
+        seeds = len(summary["seeds"] or run["config"]["seeds"])
+        state = " (unfinished)" if summary["signal"] is None else " (interrupted)"
+        state = "" if summary["is_complete"] else state
         words.append(
             f"<b>{escape(run['name'])}</b>{state}: preset {escape(summary['preset'])}, "
             f"{_given(summary)}, "
@@ -157,6 +184,8 @@ def _lead(data: dict[str, Any]) -> str:
 
 
 def _given(summary: dict[str, Any]) -> str:
+    if not summary["comparable_steps"]:
+        return "not validated yet"
     if summary["equal"] == "time":
         return given_time(summary)
     return f"{summary['steps']:,} steps, {count_text(summary['tokens'])} tokens each"
@@ -164,7 +193,7 @@ def _given(summary: dict[str, Any]) -> str:
 
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
-    caption = caption.replace("{seeds}", SEEDS[_has_one_seed(data)]["curves"])
+    caption = caption.replace("{seeds}", SPREAD[has_one_seed(data)])
     if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
         devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
         why = f"which this device ({devices}) does not count"
@@ -172,11 +201,11 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
             why = "which a run records when it ends"
         caption = f"{caption[:-1]}, {why}."
     notes = f"<p>{escape(caption)}</p>" if drawn else ""
-    if name == "maps" and (untraced := _untraced(data)):
+    if name == "maps" and (labels := untraced(data)):
         notes += (
-            f'<p class="note">No routing was recorded for {escape(", ".join(untraced))}: a run '
-            "without traces.json has curves and cost alone. <code>depthroute inspect</code> draws "
-            "the map of a saved model.</p>"
+            f'<p class="note">No routing was recorded for {escape(", ".join(labels))}: a run '
+            "without traces.json, or one whose weights are no numbers, has curves and cost alone. "
+            "<code>depthroute inspect</code> draws the map of a saved model.</p>"
         )
     tabs = ""
     labels = [data["series"][int(f.name[4:])]["label"] if name == "maps" else "" for f in drawn]
@@ -202,73 +231,6 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
         f'<section id="panel-{name}" class="{name}"><div class="head"><h2>{heading}</h2>{tools}'
         f"</div>{notes}{tabs}{pictures}</section>"
     )
-
-
-def _has_one_seed(data: dict[str, Any]) -> bool:
-    return all(len(run["summary"]["seeds"]) == 1 for run in data["runs"])
-
-
-def _untraced(data: dict[str, Any]) -> list[str]:
-    """Methods that route, of runs that did not record where to."""
-    rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
-    return [
-        series["label"]
-        for series, row in zip(data["series"], rows, strict=True)
-        if series["trace"] is None and row["mean_normalised_max"] is not None
-    ]
-
-
-def _results(data: dict[str, Any]) -> str:
-    head = ("method", "validation loss", "vs standard", "parameters added", "tokens/s")
-    rows = []
-    all_rows = [row for run in data["runs"] for row in run["summary"]["rows"]]
-    lowest = _lowest(data, all_rows)
-    for number, (series, row) in enumerate(zip(data["series"], all_rows, strict=True)):
-        loss = row["validation_loss"]
-        shown = spread(loss, "{:.4f}")
-        if row["diverged"]:
-            where = ", ".join(f"seed {d['seed']} at step {d['step']}" for d in row["diverged"])
-            shown = f"diverged ({where})"
-        added, cost = row["routing_parameters"], series["cost"]
-        sharp = row["mean_normalised_max"]
-        cells = [
-            spread(row["difference"], "{:+.4f}").replace("-0.", "\N{MINUS SIGN}0."),
-            "-" if added is None else f"{added:,}",
-            _speed(cost["tokens_per_second"], cost["relative_speed"]),
-            "-" if sharp is None else f"{sharp:.3f}",
-        ]
-        best = ' class="best"' if number in lowest else ""
-        rows.append(
-            f'<tr><td><i class="swatch" style="background:var(--c{number})"></i>'
-            f"{escape(series['label'])}</td><td{best}>{shown}</td>"
-            + "".join(f"<td>{cell}</td>" for cell in cells)
-            + "</tr>"
-        )
-    header = "".join(f"<th>{name}</th>" for name in (*head, "normalised max weight"))
-    words = SEEDS[_has_one_seed(data)]["results"]
-    return (
-        '<section id="panel-results"><div class="head"><h2>Results</h2></div><p>Loss in nats per '
-        f"token at the last step all methods were validated at; {words}</p>"
-        f'<div class="wide"><table><thead><tr>{header}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div></section>"
-    )
-
-
-def _lowest(data: dict[str, Any], rows: list[dict[str, Any]]) -> set[int]:
-    """Which rows have the lowest loss of all that were judged on the same text."""
-    by_text: dict[str, dict[int, float]] = {}
-    for number, (series, row) in enumerate(zip(data["series"], rows, strict=True)):
-        if row["validation_loss"]:
-            text = json.dumps(data["runs"][series["run"]]["config"]["data"], sort_keys=True)
-            by_text.setdefault(text, {})[number] = row["validation_loss"]["mean"]
-    compared = [losses for losses in by_text.values() if len(losses) > 1]
-    return {n for losses in compared for n in losses if losses[n] == min(losses.values())}
-
-
-def _speed(rate: float | None, relative: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate:,.0f}" + ("" if relative is None else f" ({relative:.2f}x)")
 
 
 def _settings(data: dict[str, Any]) -> str:

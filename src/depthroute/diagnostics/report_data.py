@@ -6,37 +6,50 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from depthroute.errors import DepthrouteError
+from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
+from depthroute.diagnostics.record import first_not_finite
+from depthroute.diagnostics.run_files import read_run
 from depthroute.train.methods import BASELINE
-from depthroute.train.run_directory import RunDirectory
-from depthroute.train.summary import summarise
+from depthroute.train.shape import is_finite, jsonable
+from depthroute.visible import visible
 
 CURVE_POINTS = 60
 """A training curve is averaged down to this many points; more would show single batches."""
 
 
-class ReportError(DepthrouteError):
-    """A run that cannot be reported on."""
-
-
 def collect(paths: list[Path]) -> dict[str, Any]:
     """All runs in the order given, and one series for every method of each."""
-    runs = [_read(path) for path in paths]
-    names = [run["name"] for run in runs]
-    for position, run in enumerate(runs):
-        if names.count(run["name"]) > 1:
-            run["name"] = f"{run['name']} ({position + 1})"
-    methods = [row["method"] for run in runs for row in run["summary"]["rows"]]
+    runs = [read_run(path) for path in paths]
+    name_runs(runs)
+    names, tables = name_methods(runs), tabulate(runs)
     series = []
-    for position, run in enumerate(runs):
+    for position, (run, table) in enumerate(zip(runs, tables, strict=True)):
         records, traces = run.pop("records"), run.pop("traces")
-        for row in run["summary"]["rows"]:
-            is_shared = methods.count(row["method"]) > 1
-            label = f"{row['method']} · {run['name']}" if is_shared else row["method"]
-            found = _series(row, run, records, traces)
-            series.append({"label": label, "run": position, "method": row["method"]} | found)
+        for row in table["rows"]:
+            method = names[position][row["method"]]
+            is_timed = run["summary"]["equal"] == "time"
+            series.append(
+                {
+                    "label": f"{method} · {run['name']}" if len(runs) > 1 else method,
+                    "run": position,
+                    "method": method,
+                    "row": row,
+                    "step": row["steps"] if is_timed else table["step"],
+                    "group": table["group"],
+                }
+                | _series(row, run, records, traces)
+            )
     _relate(series, [run["config"] for run in runs])
-    return {"runs": runs, "series": series}
+    return _spelled_out(jsonable({"runs": runs, "series": series}))
+
+
+def _spelled_out(value: Any) -> Any:
+    """All text made such that no page, picture or terminal obeys it."""
+    if isinstance(value, dict):
+        return {visible(key): _spelled_out(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_spelled_out(inner) for inner in value]
+    return visible(value) if isinstance(value, str) else value
 
 
 def _relate(series: list[dict[str, Any]], configs: list[dict[str, Any]]) -> None:
@@ -68,38 +81,6 @@ def _circumstances(config: dict[str, Any]) -> tuple[Any, ...]:
     return (*shape, *batch, config["device"], environment["devices"])
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not (path / "config.json").exists() or not (path / "metrics.jsonl").exists():
-        raise ReportError(
-            f"{str(path)!r} is not a run directory: config.json or metrics.jsonl is missing. Give "
-            "the directory that `depthroute compare --out` wrote"
-        )
-    run = RunDirectory(path)
-    try:
-        config = run.read_json("config.json")
-        records = list(run.records())
-        has_traces = (path / "traces.json").exists()
-        traces = run.read_json("traces.json")["traces"] if has_traces else []
-        config = _complete(config)
-    except (OSError, ValueError, KeyError) as error:
-        raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
-    return {
-        "name": path.resolve().name,
-        "config": config,
-        "summary": summarise(config, records),
-        "records": records,
-        "traces": traces,
-    }
-
-
-def _complete(config: dict[str, Any]) -> dict[str, Any]:
-    """A run of one model has no preset when it was fine-tuned, and no n-gram baselines."""
-    preset = config.get("preset") or {"name": config.get("base") or config["kind"], "model": {}}
-    if isinstance(preset, str):
-        preset = {"name": preset, "model": {}}
-    return config | {"preset": preset, "data": {"baselines": {}} | config["data"]}
-
-
 def _series(
     row: dict[str, Any],
     run: dict[str, Any],
@@ -107,7 +88,7 @@ def _series(
     traces: list[dict[str, Any]],
 ) -> dict[str, Any]:
     method, train = row["method"], run["config"]["train"]
-    steps = (r["tokens"] for r in records if r["event"] == "step")
+    steps = (r["tokens"] for r in records if r["event"] == "step" and r["tokens"])
     tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
     validation = _by_seed(records, "validation", method)
     training = {
@@ -122,6 +103,7 @@ def _series(
     }
     is_alone = len(run["summary"]["rows"]) == 1  # a run of one model need not name it
     mine = [t for t in traces if is_alone or t["method"] == method]
+    drawable = [t for t in mine if first_not_finite(t) is None]
     memory = _peak(mine)
     standard = _peak([t for t in traces if t.get("method", method) == BASELINE])
     return {
@@ -134,14 +116,15 @@ def _series(
             "peak_memory_bytes": memory,
             "relative_memory": memory / standard if memory and standard else None,
         },
-        "trace": _mean_trace(mine) if mine else None,
+        "trace": _mean_trace(drawable) if drawable else None,
     }
 
 
 def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int, dict[int, float]]:
     found: dict[int, dict[int, float]] = {}
     for record in records:
-        if record["event"] == event and record["method"] == method:
+        is_mine = record["event"] == event and record["method"] == method
+        if is_mine and is_finite(record["loss"]):
             found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
     return found
 
@@ -151,7 +134,7 @@ def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, di
 
     With equal time the two are at other steps then, but in the same round.
     """
-    found = [r for r in records if r["event"] == "validation"]
+    found = [r for r in records if r["event"] == "validation" and is_finite(r["loss"])]
     places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in found}
     beside: dict[int, dict[int, float]] = {}
     for (label, seed, place), record in places.items():
@@ -213,7 +196,7 @@ def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _spread(rows: tuple[dict[str, Any], ...], key: str) -> list[float | None]:
     """``[mean, sample standard deviation]``, None where unknown or of one seed."""
-    values = [row[key] for row in rows if row[key] is not None]
+    values = [row[key] for row in rows if row[key] is not None and is_finite(row[key])]
     if not values:
         return [None, None]
     deviation = statistics.stdev(values) if len(values) > 1 else None

@@ -129,6 +129,14 @@ def text_width(words: str, size: float = 12) -> float:
     return size * (0.58 * (len(words) - narrow) + 0.34 * narrow)
 
 
+def shortened(words: str, longest: int) -> str:
+    """Beginning and end, which tell names apart."""
+    if len(words) <= longest:
+        return words
+    end = max(1, longest // 2 - 1)
+    return f"{words[: max(1, longest - 1 - end)]}…{words[-end:]}"
+
+
 def legend(styles: list[Style], y: float) -> tuple[str, float]:
     """Swatches in rows across the top; returns them and the height they took."""
     parts, x, row = [], 8.0, y

@@ -14,6 +14,7 @@ from depthroute.diagnostics.svg import (
     Figure,
     Style,
     document,
+    shortened,
     text,
     text_width,
 )
@@ -91,7 +92,7 @@ def _map(
     height: float,
     first: int,
 ) -> tuple[str, dict[str, Any]]:
-    rows: list[dict[str, Any] | None] = [None] * (1 + sites[-1]["layer"] - first)
+    rows: list[dict[str, Any] | None] = [None] * (1 + max(site["layer"] for site in sites) - first)
     for site in sites:
         rows[site["layer"] - first] = site
     used = sorted({position for site in sites for position in site["sources"]})
@@ -216,7 +217,9 @@ def bar_figure(
     row, top, body, hovers = 25.0, 34.0, "", []
     for number, (words, bars) in enumerate(groups):
         left = number * (width + gap)
-        labels = min(max(text_width(style.label) for style, _, _ in bars) + 20, width * 0.45)
+        widest = max((style.label for style, _, _ in bars), key=text_width)
+        labels = min(text_width(widest) + 20, width * 0.45)
+        letters = int(len(widest) * (labels - 20) / text_width(widest)) if widest else 0
         x0, room = left + labels, width - labels - 130
         most = max([1.0 if is_relative else 0.0, *(value for _, value, _ in bars)]) or 1.0
         body += text(left + 4, 15, words, size=13, kind="ink")
@@ -225,7 +228,7 @@ def bar_figure(
             y, length = top + at * row, room * value / most
             body += (
                 f'<g class="series" data-series="{style.number}">'
-                f"{text(x0 - 8, y + 13, style.label, size=12, anchor='end')}"
+                f"{text(x0 - 8, y + 13, shortened(style.label, letters), size=12, anchor='end')}"
                 f'<rect class="f{style.number}" x="{x0:.1f}" y="{y:.1f}" width="{length:.1f}" '
                 f'height="{row - 8:.1f}" rx="2" fill="{style.color}"/>'
                 f"{text(x0 + room + 10, y + 13, shown, size=12)}</g>"

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 
+_LARGEST_EXPONENT = 709.0
+"""Of what a double holds."""
+
 
 @dataclass(frozen=True)
 class PerplexityReport:
@@ -85,7 +88,7 @@ def perplexity(
         model.train(was_training)
     mean = total / count
     return PerplexityReport(
-        perplexity=math.exp(mean),
+        perplexity=math.inf if mean > _LARGEST_EXPONENT else math.exp(mean),
         nats_per_token=mean,
         bits_per_byte=None if num_bytes is None else total / math.log(2) / num_bytes,
         num_tokens=count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,18 @@ class _Handover(transformers.TextStreamer):
             self.on_text(text)
 
 
+class _RefuseNan(transformers.LogitsProcessor):
+    """Greedy decoding would take token 0 without a word, and sampling fail inside of torch."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if bool(scores.isnan().any()) or not bool(scores.max() < math.inf):
+            raise DepthrouteError(
+                f"the model's logits are not finite after {input_ids.shape[1]} tokens: it diverged "
+                "in training or its file is damaged"
+            )
+        return scores
+
+
 def continue_prompt(
     model: Any,
     tokenizer: Any,
@@ -36,6 +49,8 @@ def continue_prompt(
     on_text: Callable[[str], None] = lambda text: None,
 ) -> str:
     """The continuation alone. ``temperature=0`` takes the most likely token every time."""
+    if not _is_unicode(prompt):
+        raise DepthrouteError("the prompt holds bytes that are no UTF-8; give text")
     inputs = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
     if inputs.input_ids.shape[1] == 0:
         raise DepthrouteError("the prompt holds no tokens; give at least one with --prompt")
@@ -57,8 +72,18 @@ def continue_prompt(
         attention_mask=inputs.attention_mask,
         max_new_tokens=max_new_tokens,
         pad_token_id=padding,
+        logits_processor=transformers.LogitsProcessorList([_RefuseNan()]),
         streamer=_Handover(tokenizer, on_text),
         **options,
     )
     new = output[0, inputs.input_ids.shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be encoded: bytes of a command line that are no UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -15,16 +15,18 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from depthroute.train.methods import BASELINE
+
 _NONE = "-"
 
 
 def progress_bar(console: Console) -> Progress:
     """One line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         TaskProgressColumn(),
-        TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left"),
+        TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left", markup=False),
         TimeRemainingColumn(),
         console=console,
     )
@@ -33,10 +35,10 @@ def progress_bar(console: Console) -> Progress:
 def training_bar(console: Console) -> Progress:
     """Loss, rate, memory and time left in one line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-        TextColumn("{task.fields[status]}"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
         TimeRemainingColumn(),
         console=console,
     )
@@ -60,7 +62,8 @@ def comparison_table(summary: dict[str, Any]) -> Table:
         "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "
         "relative to standard. Max weight: mean over sites, normalised so that 0 is "
         "uniform and 1 picks one source."
-        + (" Each method took the steps that fit into the same training time." * is_timed),
+        + (" Each method took the steps that fit into the same training time." * is_timed)
+        + f" {unpaired(summary['rows'])}".rstrip(),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -86,16 +89,33 @@ def given_time(summary: dict[str, Any]) -> str:
     return f"equal time, {min(seconds, default=0):,.0f} to {max(seconds, default=0):,.0f} s each"
 
 
-def _cells(row: dict[str, Any], is_timed: bool) -> list[str]:
-    loss = spread(row["validation_loss"], "{:.3f}")
+def loss_text(row: dict[str, Any], form: str) -> str:
+    """A mean over the seeds that happened to survive would be no result of the method."""
     if row["diverged"]:
         where = ", ".join(f"seed {d['seed']} step {d['step']}" for d in row["diverged"])
-        loss = f"diverged ({where})"
+        return f"diverged ({where})"
+    return spread(row["validation_loss"], form)
+
+
+def difference_text(row: dict[str, Any], form: str) -> str:
+    return _NONE if row["diverged"] else spread(row["difference"], form)
+
+
+def unpaired(rows: list[dict[str, Any]]) -> str:
+    """Which seeds have no difference, because standard diverged there; empty where it did not."""
+    lost = [str(d["seed"]) for row in rows if row["method"] == BASELINE for d in row["diverged"]]
+    if not lost:
+        return ""
+    seeds = f"seed{'' if len(lost) == 1 else 's'} {', '.join(lost)}"
+    return f"Standard diverged for {seeds}, so no difference is taken there."
+
+
+def _cells(row: dict[str, Any], is_timed: bool) -> list[str]:
     added = row["routing_parameters"]
     speed, sharp = row["relative_speed"], row["mean_normalised_max"]
     return [
-        loss,
-        spread(row["difference"], "{:+.3f}"),
+        loss_text(row, "{:.3f}"),
+        difference_text(row, "{:+.3f}"),
         f"{row['tokens']:,}" if is_timed else _added(added),
         _NONE if speed is None else f"{speed:.2f}x",
         _NONE if sharp is None else f"{sharp:.3f}",

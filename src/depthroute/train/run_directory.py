@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from depthroute import files
 from depthroute.errors import DepthrouteError
+from depthroute.train import records
 
 
 class RunError(DepthrouteError):
@@ -116,7 +117,8 @@ class RunDirectory:
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The lines of the run that counts: where it went on from a checkpoint, what had come
-        after that checkpoint is left out, because it was done again."""
+        after that checkpoint is left out, because it was done again. A last line without its end
+        is being written, or was when its process was killed."""
         kept: list[tuple[int, dict[str, Any]]] = []
         for number, record in enumerate(self._lines()):
             if record["event"] == "resumed":
@@ -131,15 +133,12 @@ class RunDirectory:
                 if not line.endswith(b"\n"):
                     return
                 try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = None
-                if not isinstance(record, dict) or "event" not in record:
+                    yield records.parse(line)
+                except ValueError as error:
                     raise RunError(
-                        f"line {number} of {self.metrics} is no record: it is damaged. Bring a "
+                        f"{self.metrics}, line {number}: {error}. The file is damaged; bring a "
                         "good copy back, or start a new run with another --out"
-                    )
-                yield record
+                    ) from error
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
         """A reader sees the old file or the whole new one."""
@@ -151,10 +150,12 @@ class RunDirectory:
     def read_json(self, name: str) -> dict[str, Any]:
         try:
             values = json.loads((self.path / name).read_text())
-        except (OSError, ValueError, RecursionError) as error:
+        except RecursionError:
+            raise RunError(f"cannot read {self.path / name}: nested too deeply") from None
+        except (OSError, ValueError) as error:
             raise RunError(f"cannot read {self.path / name}: {files.reason(error)}") from error
         if not isinstance(values, dict):
-            raise RunError(f"cannot read {self.path / name}: it holds no object")
+            raise RunError(f"cannot read {self.path / name}: it must be an object")
         return values
 
 

@@ -7,33 +7,38 @@ from collections.abc import Iterable
 from typing import Any
 
 from depthroute.train.methods import BASELINE
+from depthroute.train.run_directory import RunError
+from depthroute.train.shape import is_finite
 
 Records = list[dict[str, Any]]
 
 
-def summarise(config: dict[str, Any], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    config: dict[str, Any], records: Iterable[dict[str, Any]], at: int | None = None
+) -> dict[str, Any]:
     """One row a method, from ``config.json`` and the lines of ``metrics.jsonl``.
 
-    Only seeds whose methods were all validated at the same, latest step are compared, so an
-    interrupted run never sets a half-trained model beside a trained one.
+    Only seeds whose methods were all validated at the same step are compared, so an interrupted
+    run never sets a half-trained model beside a trained one. It is the latest such step, or ``at``.
     """
     by_event: dict[str, Records] = {}
     last: dict[str, Any] = {"event": None}
     for last in records:
+        _refuse_foreign(last, config)
         by_event.setdefault(last["event"], []).append(last)
     labels = list(config["methods"])
-    diverged = by_event.get("diverged", [])
-    step, losses = comparable_losses(labels, by_event.get("validation", []), diverged)
-    rows = [_row(label, labels, losses, by_event) for label in labels]
+    validations, stopped = (by_event.get(name, []) for name in ("validation", "diverged"))
+    by_event["diverged"] = stopped + _not_finite(validations, stopped)
+    places = comparable_places(labels, validations, by_event["diverged"])
+    step = max(places, default=0) if at is None else at
+    losses = places.get(step, {})
+    rows = [_row(label, losses, by_event) for label in labels]
     asked = [(label, seed) for label in labels for seed in config["seeds"]]
     steps = dict.fromkeys(labels, config["train"]["steps"])
     for record in by_event.get("pace", []):
         steps |= record["steps"]
-    ended = {
-        (r["method"], r["seed"])
-        for r in by_event.get("validation", [])
-        if r["step"] == steps[r["method"]]
-    } | {(r["method"], r["seed"]) for r in diverged}
+    last_step = [r for r in validations if r["step"] == steps[r["method"]]]
+    ended = {(r["method"], r["seed"]) for r in [*last_step, *stopped]}
     return {
         "is_complete": all(pair in ended for pair in asked),
         "signal": last.get("signal") if last["event"] == "interrupted" else None,
@@ -41,40 +46,67 @@ def summarise(config: dict[str, Any], records: Iterable[dict[str, Any]]) -> dict
         "equal": config.get("equal", "tokens"),
         "steps": step,
         "tokens": step * config["train"]["batch_size"] * config["train"]["sequence_length"],
+        "comparable_steps": sorted(places),
         "seeds": sorted(losses),
         "data": config["data"].get("validation") or config["data"]["name"],
-        "unit": config["data"].get("unit", "byte"),
+        "unit": unit_of(config["data"]),
         "baselines": config["data"]["baselines"],
         "rows": rows,
     }
 
 
-def comparable_losses(
-    labels: list[str], validations: Records, diverged: Records
-) -> tuple[int, dict[int, dict[str, float]]]:
-    """The latest step that some seed has validated for all its methods, and the losses there.
+def unit_of(data: dict[str, Any]) -> str:
+    """What a loss is per: a byte, or a token of some other vocabulary."""
+    tokenizer = data.get("tokenizer")
+    if "unit" in data or not isinstance(tokenizer, dict):
+        return data.get("unit", "byte")
+    return "byte" if tokenizer.get("name") == "bytes" else "token"
 
-    Where methods take different numbers of steps it is the latest round.
+
+def _refuse_foreign(record: dict[str, Any], config: dict[str, Any]) -> None:
+    """Records and configuration of one run name the same methods and seeds."""
+    for name, known in (("method", list(config["methods"])), ("seed", config["seeds"])):
+        if name in record and record[name] not in known:
+            raise RunError(
+                f"metrics.jsonl has {name} {record[name]!r} and config.json only "
+                f"{', '.join(map(repr, known))}: they are not of one run"
+            )
+
+
+def comparable_places(
+    labels: list[str], validations: Records, diverged: Records
+) -> dict[int, dict[int, dict[str, float]]]:
+    """By step, the losses of the seeds that have validated all their methods there.
+
+    Those that diverged need not be among them. Where methods take different numbers of steps, it
+    is by round.
     """
     lost = {(r["seed"], r["method"]) for r in diverged}
     table: dict[int, dict[int, dict[str, float]]] = {}
     for record in validations:
-        seeds = table.setdefault(record.get("round", record["step"]), {})
-        seeds.setdefault(record["seed"], {})[record["method"]] = record["loss"]
-    for step in sorted(table, reverse=True):
-        whole = {
-            seed: found
-            for seed, found in table[step].items()
-            if all(label in found or (seed, label) in lost for label in labels)
+        if is_finite(record["loss"]):
+            seeds = table.setdefault(record.get("round", record["step"]), {})
+            seeds.setdefault(record["seed"], {})[record["method"]] = record["loss"]
+    whole = {
+        step: {
+            seed: losses
+            for seed, losses in seeds.items()
+            if all(label in losses or (seed, label) in lost for label in labels)
         }
-        if whole:
-            return step, whole
-    return 0, {}
+        for step, seeds in table.items()
+    }
+    return {step: seeds for step, seeds in whole.items() if seeds}
+
+
+def _not_finite(validations: Records, stopped: Records) -> Records:
+    """Methods that diverged and were not stopped: their last validation is of no number."""
+    known = {(r["seed"], r["method"]) for r in stopped}
+    last = {(r["seed"], r["method"]): r for r in validations}
+    return [r for who, r in last.items() if who not in known and not is_finite(r["loss"])]
 
 
 def _row(
     label: str,
-    labels: list[str],
     losses: dict[int, dict[str, float]],
     by_event: dict[str, Records],
 ) -> dict[str, Any]:
@@ -89,7 +121,9 @@ def _row(
     sharp = [
         r["mean_normalised_max"]
         for r in by_event.get("routing", [])
-        if r["method"] == label and r["mean_normalised_max"] is not None
+        if r["method"] == label
+        and r["mean_normalised_max"] is not None
+        and is_finite(r["mean_normalised_max"])
     ]
     start = starts.get(label, {})
     taken = [r for r in by_event.get("step", []) if r["method"] == label and r["seed"] in losses]
@@ -107,7 +141,7 @@ def _row(
         "mean_normalised_max": statistics.fmean(sharp) if sharp else None,
         "diverged": [
             {"seed": r["seed"], "step": r["step"]}
-            for r in by_event.get("diverged", [])
+            for r in by_event["diverged"]
             if r["method"] == label
         ],
     }
@@ -132,5 +166,6 @@ def _seconds(steps: Records) -> float:
 
 def _median_rate(label: str, steps: Records) -> float | None:
     """Tokens a second of the median step: one slow step on a busy machine does not count."""
-    times = [r["seconds"] / r["tokens"] for r in steps if r["method"] == label]
-    return 1 / statistics.median(times) if times else None
+    times = [r["seconds"] / r["tokens"] for r in steps if r["method"] == label and r["tokens"]]
+    median = statistics.median(times) if times else 0.0
+    return 1 / median if median > 0 else None
