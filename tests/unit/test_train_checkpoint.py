@@ -1,6 +1,7 @@
 """A run that is cut anywhere goes on as if it had not been."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -116,6 +117,15 @@ def test_state_names_format_step_data_position_and_random_state(tmp_path):
     assert state["data_position"] == {"epoch": 0, "sequence": 40}
     assert len(state["random"]) == 1
     assert run.data.position(100) == {"epoch": 1, "sequence": 400 - run.data.num_sequences}
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert not checkpoints.is_best(math.nan) and not checkpoints.is_best(math.inf)
+    assert checkpoints.is_best(3.0)
+    checkpoints.best = {"step": 1, "loss": 3.0}
+    assert checkpoints.is_best(2.0) and not checkpoints.is_best(3.0)
+    assert not checkpoints.is_best(math.nan)
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):

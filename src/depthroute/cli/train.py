@@ -230,9 +230,8 @@ def _run(
         print_json(outcome)
         return
     console = output()
-    best = outcome["best"]
-    console.print(
-        f"{outcome['steps']} steps, validation loss {outcome['validation_loss']:.4f} nats per "
-        f"token (best {best['loss']:.4f} after step {best['step']})"
-    )
+    best = outcome["best"]  # none where no validation gave a number
+    lowest = "" if best is None else f" (best {best['loss']:.4f} after step {best['step']})"
+    loss = f"{outcome['validation_loss']:.4f} nats per token"
+    console.print(f"{outcome['steps']} steps, validation loss {loss}{lowest}")
     console.print(f"model: {outcome['model']}")

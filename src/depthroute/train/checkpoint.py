@@ -10,6 +10,7 @@ A model sharded by FSDP2 is written by every rank through ``torch.distributed.ch
 from __future__ import annotations
 
 import base64
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -50,6 +51,10 @@ class Checkpoints:
     skipped: set[int] = field(default_factory=set)
     """Steps of damaged checkpoints, which are written again when they are reached again."""
 
+    def is_best(self, loss: float) -> bool:
+        """A loss that is no number is never the best, whatever comes after it."""
+        return math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
+
     def steps(self) -> list[int]:
         """Of every checkpoint, oldest first. Other names in the folder are somebody else's."""
         if not self.folder.is_dir():
@@ -72,7 +77,7 @@ class Checkpoints:
         if world.max(float(target.exists() and step not in self.skipped)):
             return target
         temporary = self.folder / world.gather(files.unfinished_name(target.name))[0]
-        if loss is not None and (self.best is None or loss < self.best["loss"]):
+        if loss is not None and self.is_best(loss):
             self.best = {"step": step, "loss": loss}
         state = state | _state(trainer, loss, self.best)
         with self._writing(world, target, temporary):

@@ -138,8 +138,7 @@ class Fit:
             loss = self.last_validation = trainer.validate(validation)
             tokens = sum(b.num_targets for b in validation)
             self.record("validation", step=done, loss=loss, tokens=tokens)
-        best = self.checkpoints.best
-        is_best = loss is not None and (best is None or loss < best["loss"])
+        is_best = loss is not None and self.checkpoints.is_best(loss)
         if is_best or number or trainer.is_done or _is_due(done, settings.save_every):
             self.save(loss)
         if number and not trainer.is_done:
