@@ -59,6 +59,11 @@ def check_routing(values: dict[str, Any], where: str) -> None:
 
 def routing_from(values: dict[str, Any], where: str) -> RoutingConfig:
     """The routing section of a file, which the error names."""
+    missing = [name for name in {"method": None} | values if values.get(name) is None]
+    if missing:  # a default is written by leaving it out, so this was never written
+        raise CheckpointError(
+            f"{where} has a routing section without a value for {missing[0]!r}; it is damaged"
+        )
     try:
         return RoutingConfig.from_dict(values)
     except ConfigError as error:

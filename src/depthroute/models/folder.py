@@ -15,6 +15,8 @@ from depthroute.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _SHARD_OF_RANKS = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_LEAST_BYTES = 64
+"""Of a tensor in a pickle, with its name."""
 _INTEGERS = re.compile(r"[IU]\d+|BOOL")
 
 
@@ -100,6 +102,19 @@ def check_weights(folder: str, config: Mapping[str, Any], options: Mapping[str, 
                     f"({dtype}) and config.json names no quantization_config; the file is damaged "
                     "or belongs to a quantised model"
                 )
+    size = sum(os.path.getsize(os.path.join(folder, file)) for file in files)
+    _check_depth(folder, config, len(home) or size // _LEAST_BYTES)
+
+
+def _check_depth(folder: str, config: Mapping[str, Any], most: int) -> None:
+    """Before layers are made: a damaged number would make them until memory ends."""
+    depth, routing = config.get("num_hidden_layers"), config.get("routing")
+    loops = routing.get("loops", 1) if isinstance(routing, Mapping) else 1
+    if isinstance(depth, int) and isinstance(loops, int) and depth > most * loops:
+        raise CheckpointError(
+            f"config.json in {folder!r} says num_hidden_layers={depth} and the weights have room "
+            f"for at most {most * loops}; one of them is damaged"
+        )
 
 
 def _candidates(

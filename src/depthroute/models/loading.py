@@ -91,6 +91,7 @@ def load_tokenizer(name: Any, *, trust_remote_code: bool = False) -> Any:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 path, trust_remote_code=trust_remote_code
             )
+            tokenizer("a")  # what is damaged may show only in use
         except Exception as error:
             if type(error) is not Exception:  # the tokenizers library raises this very class
                 raise
