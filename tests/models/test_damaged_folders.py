@@ -64,7 +64,7 @@ def try_all(folders, kind, seed, num_each, work):
         damage(work / "it")
         for load in LOADERS[kind]:
             counts["tried"] += 1
-            refusal = None
+            found, refusal = whole, None
             try:
                 found = answer(load(str(work / "it")))
             except dr.DepthrouteError as error:

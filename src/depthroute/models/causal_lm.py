@@ -95,8 +95,8 @@ class RoutedCausalLM(_Base):
         wants_info = kwargs.pop("output_loading_info", False)
         with in_one_line(pretrained_model_name_or_path):
             if pretrained_model_name_or_path and os.path.isdir(pretrained_model_name_or_path):
-                config = kwargs.get("config")
-                values = config.to_dict() if isinstance(config, cls.config_class) else {}
+                config: Any = kwargs.get("config")
+                values = config.to_dict() if hasattr(config, "to_dict") else {}
                 check_weights(os.fspath(pretrained_model_name_or_path), values, kwargs)
             kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

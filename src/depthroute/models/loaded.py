@@ -38,16 +38,17 @@ _HARMLESS = re.compile(r"\.(attn|attention)\.masked_bias$")
 @contextlib.contextmanager
 def in_one_line(name: Any, what: str = "") -> Iterator[None]:
     """Any refusal to load ``name`` as a CheckpointError of one line."""
-    modeling = logging.getLogger("transformers.modeling_utils")
-    modeling.addFilter(_is_no_report)
+    modeling, reports = logging.getLogger("transformers.modeling_utils"), _Reports()
+    modeling.addFilter(reports)
     try:
         yield
     except (DepthrouteError, torch.OutOfMemoryError):
         raise
     except _REFUSALS as error:
-        raise CheckpointError(f"cannot load {what}{str(name)!r}: {first_line(error)}") from error
+        reason = reports.unmade() or first_line(error)
+        raise CheckpointError(f"cannot load {what}{str(name)!r}: {reason}") from error
     finally:
-        modeling.removeFilter(_is_no_report)
+        modeling.removeFilter(reports)
 
 
 def first_line(error: BaseException) -> str:
@@ -57,9 +58,23 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _is_no_report(record: logging.LogRecord) -> bool:
-    """The table of missing and foreign tensors, which :func:`check_tensors` says as an error."""
-    return "LOAD REPORT" not in str(record.msg)
+class _Reports(logging.Filter):
+    """Keeps back the table of what did not fit, which is said as an error in one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "LOAD REPORT" not in str(record.msg):
+            return True
+        self.text = record.getMessage()
+        return False
+
+    def unmade(self) -> str | None:
+        """The first tensor that could not be put together from those of the checkpoint."""
+        rows = [row.split("|")[0].strip() for row in self.text.splitlines() if "CONVERSION" in row]
+        return f"{rows[0]} cannot be made of the tensors it holds" if rows else None
 
 
 def check_tensors(name: Any, model: Any, info: dict[str, Any]) -> None:
