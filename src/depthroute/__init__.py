@@ -22,11 +22,11 @@ if TYPE_CHECKING:
         IdentityReport,
         convert,
         from_config,
-        from_pretrained,
         identity_report,
         parameter_groups,
         revert,
     )
+    from depthroute.models.loading import from_pretrained
     from depthroute.models.reference import load_reference
     from depthroute.models.saving import load_adapter
 
@@ -36,7 +36,7 @@ _LAZY = {
     "IdentityReport": "depthroute.models.convert",
     "convert": "depthroute.models.convert",
     "from_config": "depthroute.models.convert",
-    "from_pretrained": "depthroute.models.convert",
+    "from_pretrained": "depthroute.models.loading",
     "identity_report": "depthroute.models.convert",
     "load_adapter": "depthroute.models.saving",
     "load_reference": "depthroute.models.reference",

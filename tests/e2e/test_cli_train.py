@@ -197,7 +197,7 @@ def test_finetune_converts_and_trains_with_the_published_rates(
         (["train", "--data", "X", "--tensorboard"], "--tensorboard needs tensorboard; install"),
         (
             ["finetune", "--data", "X", "--base", "."],
-            "cannot load a tokenizer from '.'",
+            "cannot load '.': it has no config.json",
         ),
     ],
 )

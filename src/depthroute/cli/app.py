@@ -21,6 +21,13 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that a model or tokenizer brings along; without it such are refused.",
+    ),
+]
 
 
 def _print_version(asked: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.options import (
     Cache,
     Device,
@@ -72,6 +72,7 @@ def compare(
     precompile: Annotated[
         int, typer.Option(min=0, help="Compile methods first, so many at a time; 0: as they come.")
     ] = 0,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train methods side by side on the same data and print one table.
@@ -92,8 +93,10 @@ def compare(
     options |= {"text_field": text_field}
     source = None
     if data is not None:
-        source = sources.TextSource(data, **options)
-    elif any(v is not None for k, v in options.items() if k not in ("cache", "text_field")):
+        source = sources.TextSource(data, trust_remote_code=trust_remote_code, **options)
+    elif trust_remote_code or any(
+        v is not None for k, v in options.items() if k not in ("cache", "text_field")
+    ):
         raise ConfigError("options that say how text is read need the text; add --data")
     with Watching(notes()) as watching:
         comparison = prepare.comparison(

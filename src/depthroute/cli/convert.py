@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.terminal import notes, output, print_json
 
 Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
@@ -82,6 +82,7 @@ def convert(
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the routing parameters alone.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint and print how far its logits moved on real text.
@@ -101,6 +102,7 @@ def convert(
             num_tokens=tokens,
             tolerance=None if allow_drift else tolerance,
             adapter_only=adapter_only,
+            trust_remote_code=trust_remote_code,
         )
     if as_json:
         print_json(asdict(result))
@@ -124,13 +126,18 @@ def identity(
         Path | None, typer.Option(help="Text to measure on; left out, a sentence.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """How far a routed model's logits are from its base's, in fp32."""
     from depthroute.models.command import compare_checkpoints
 
     report = compare_checkpoints(
-        base, routed, text=PROBE if text is None else read_text(text), num_tokens=tokens
+        base,
+        routed,
+        text=PROBE if text is None else read_text(text),
+        num_tokens=tokens,
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         print_json(asdict(report))
@@ -142,11 +149,12 @@ def identity(
 def revert(
     model: Annotated[str, typer.Argument(help="Folder of a routed model.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the plain model back; if its weights were not trained, bit for bit the original."""
     from depthroute.models.command import revert_checkpoint
 
-    revert_checkpoint(model, out)
+    revert_checkpoint(model, out, trust_remote_code=trust_remote_code)
     output().print(f"written: {out}")
 
 

@@ -12,7 +12,7 @@ from rich import box
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.look import Device, Model, load
 from depthroute.cli.terminal import PlainConsole, notes, output, print_json
 
@@ -57,6 +57,7 @@ def evaluate(
     ] = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Judge a model: perplexity and bits per byte of a file, and zero-shot benchmark tasks.
@@ -88,7 +89,7 @@ def evaluate(
     if names:
         result["lm_eval"] = harness_version()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
     if text is not None:
         options = {"window": window, "stride": stride, "batch_size": batch_size}
         report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)

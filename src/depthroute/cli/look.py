@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output, print_json
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
@@ -24,6 +24,7 @@ def inspect(
         bool, typer.Option("--gradients", help="Also gradient magnitudes (for --json).")
     ] = False,
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw the routing map: which sources every site reads, averaged over the text.
@@ -39,7 +40,9 @@ def inspect(
 
     content = read_text(text)
     with notes().status("running the model"):
-        routed, tokenizer = load(model, device, needs_routing=True)
+        routed, tokenizer = load(
+            model, device, needs_routing=True, trust_remote_code=trust_remote_code
+        )
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
         if ids.numel() < 2:
             raise DepthrouteError(f"--text holds {ids.numel()} tokens; give at least 2")
@@ -74,6 +77,7 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes a drawn text repeatable.")] = None,
     device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made."""
@@ -81,7 +85,7 @@ def generate(
 
     given = _standard_input() if prompt == "-" else prompt
     with notes().status("loading the model"):
-        loaded, tokenizer = load(model, device)
+        loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
 
     def show(piece: str) -> None:
         if not as_json:
@@ -115,20 +119,23 @@ def _standard_input() -> str:
         raise DepthrouteError(f"standard input is no text: {error}") from error
 
 
-def load(name: str, device: str, *, needs_routing: bool = False) -> tuple[Any, Any]:
+def load(
+    name: str, device: str, *, needs_routing: bool = False, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
     """The model on its device, and its tokenizer."""
     from depthroute.errors import CheckpointError
-    from depthroute.models.command import load_model, load_tokenizer, tokenizer_source
+    from depthroute.models.loading import load_model, load_tokenizer, tokenizer_source
     from depthroute.train.prepare import choose_device
 
     where = choose_device(device)
-    model = load_model(name)
+    model = load_model(name, trust_remote_code=trust_remote_code)
     if needs_routing and not hasattr(model, "sites"):
         raise CheckpointError(
             f"{name!r} holds a plain {model.config.model_type!r} model, which routes nothing; "
             "convert it first (depthroute convert)"
         )
-    return model.to(where), load_tokenizer(tokenizer_source(name))
+    tokenizer = load_tokenizer(tokenizer_source(name), trust_remote_code=trust_remote_code)
+    return model.to(where), tokenizer
 
 
 @app.command(epilog="Example: `depthroute report runs/compare-1 --out report.html`")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.convert import (
     Base,
     BlockSize,
@@ -84,6 +84,7 @@ def train(
     cache: Cache = None,
     tensorboard: Board = False,
     wandb: Wandb = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a preset's model from scratch on your text.
@@ -101,7 +102,7 @@ def train(
     chosen = None if method is None else routing_config(method, *given)
     common = {"tokenizer": tokenizer, "seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
-    common |= {"validation": validation}
+    common |= {"validation": validation, "trust_remote_code": trust_remote_code}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:
@@ -148,6 +149,7 @@ def finetune(
     cache: Cache = None,
     tensorboard: Board = False,
     wandb: Wandb = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a pretrained model and train it on: the published recipe, with your changes.
@@ -159,7 +161,7 @@ def finetune(
     chosen = routing_config(method, num_blocks, block_size, init, routing)
     common = {"seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
-    common |= {"validation": validation}
+    common |= {"validation": validation, "trust_remote_code": trust_remote_code}
     common |= {"workers": workers, "cache": cache, "tensorboard": tensorboard, "wandb": wandb}
 
     def start(request: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import CheckpointError
+from depthroute.errors import CheckpointError, ConfigError
 from depthroute.models.architecture import ARCHITECTURES, Architecture
 
 MODEL_TYPE = "depthroute"
@@ -45,6 +45,34 @@ class RoutedConfigMixin:
         return values
 
 
+def check_routing(values: dict[str, Any], where: str) -> None:
+    """A configuration that says it is routed names a family and a routing that are known."""
+    base, routing = values.get("base_model_type"), values.get("routing")
+    if not isinstance(base, str) or base not in ARCHITECTURES or not isinstance(routing, dict):
+        raise CheckpointError(
+            f"{where} says model_type {MODEL_TYPE!r} but its base_model_type is {base!r} and its "
+            f"routing {routing!r}; it needs one of {', '.join(sorted(ARCHITECTURES))} and a "
+            "routing section. Was it written by a newer depthroute?"
+        )
+    routing_from(routing, where)
+
+
+def routing_from(values: dict[str, Any], where: str) -> RoutingConfig:
+    """The routing section of a file, which the error names."""
+    missing = [name for name in {"method": None} | values if values.get(name) is None]
+    if missing:  # a default is written by leaving it out, so this was never written
+        raise CheckpointError(
+            f"{where} has a routing section without a value for {missing[0]!r}; it is damaged"
+        )
+    try:
+        return RoutingConfig.from_dict(values)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{where} has a routing section that is not understood: {error}. Was it written by a "
+            "newer depthroute?"
+        ) from error
+
+
 class DepthrouteConfig(PreTrainedConfig):
     """What ``AutoConfig`` finds for a routed checkpoint; hands over to the family's class."""
 
@@ -52,16 +80,9 @@ class DepthrouteConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        check_routing(config_dict, "this configuration")
         values = dict(config_dict)
-        base = values.pop("base_model_type", None)
-        if base not in ARCHITECTURES or "routing" not in values:
-            raise CheckpointError(
-                f"this configuration says model_type {MODEL_TYPE!r} but its base_model_type is "
-                f"{base!r} and its routing {values.get('routing')!r}; it needs one of "
-                f"{', '.join(sorted(ARCHITECTURES))} and a routing section. Was it written by a "
-                "newer depthroute?"
-            )
-        values["model_type"] = base
+        base = values["model_type"] = values.pop("base_model_type")
         return routed_config_class(ARCHITECTURES[base]).from_dict(values, **kwargs)
 
 

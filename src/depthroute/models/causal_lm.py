@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 
-from depthroute.errors import CheckpointError, DepthrouteError
+from depthroute.errors import DepthrouteError
 from depthroute.models import saving
 from depthroute.models.architecture import Architecture
+from depthroute.models.folder import check_weights
+from depthroute.models.loaded import check_tensors, in_one_line
 from depthroute.models.routed import install, plan_for
 from depthroute.nn import Site, Sites
 from depthroute.plan import Plan
@@ -102,24 +103,15 @@ class RoutedCausalLM(_Base):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, but a checkpoint with missing or foreign weights is an error."""
         wants_info = kwargs.pop("output_loading_info", False)
-        try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"the weights in {str(pretrained_model_name_or_path)!r} cannot be read: {error}. "
-                "The file is damaged or was cut short; copy it again"
-            ) from error
+        with in_one_line(pretrained_model_name_or_path):
+            if pretrained_model_name_or_path and os.path.isdir(pretrained_model_name_or_path):
+                config: Any = kwargs.get("config")
+                values = config.to_dict() if hasattr(config, "to_dict") else {}
+                check_weights(os.fspath(pretrained_model_name_or_path), values, kwargs)
+            kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, info = loaded
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            keys = sorted(map(str, info[what]))
-            if keys:
-                raise CheckpointError(
-                    f"the checkpoint {str(pretrained_model_name_or_path)!r} does not fit its "
-                    f"configuration: {what.replace('_', ' ')} {keys[0]} ({len(keys)} such); it is "
-                    "incomplete or its config.json belongs to another model"
-                )
+        check_tensors(pretrained_model_name_or_path, model, info)
         return (model, info) if wants_info else model
 
     def merge(self) -> None:

@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import CheckpointError, DepthrouteError
+from depthroute.errors import CheckpointError
 from depthroute.models import saving
-from depthroute.models.architecture import architecture_for
 from depthroute.models.convert import (
     IdentityError,
     IdentityReport,
     convert,
-    from_pretrained,
+    converted_config,
     identity_report,
     revert,
+)
+from depthroute.models.loading import (
+    from_pretrained,
+    has_tokenizer,
+    load_model,
+    load_plain,
+    load_tokenizer,
+    plain_config,
+    tokenizer_source,
 )
 
 logger = logging.getLogger("depthroute")
@@ -37,54 +44,6 @@ class Conversion:
     num_sites: int
 
 
-def load_plain(base: str, dtype: Any = "auto") -> Any:
-    """A plain model of a supported family; one clear error for anything else."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(base)
-        architecture_for(config)
-        if hasattr(config, "routing"):
-            raise CheckpointError(
-                f"{base!r} is already routed; give the plain checkpoint it was made from"
-            )
-        return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
-    except DepthrouteError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load {base!r}: {str(error).splitlines()[0]}") from error
-
-
-def load_model(base: str, dtype: Any = "auto") -> Any:
-    """Whatever the folder or hub id holds: a plain model, a routed one, or an adapter."""
-    if (base.startswith((".", "/", "~")) or base.count("/") > 1) and not Path(base).is_dir():
-        raise CheckpointError(
-            f"cannot load {base!r}: there is no such folder; give a model's folder or a hub id"
-        )
-    try:
-        if saving.is_adapter(base):
-            return from_pretrained(base, dtype=dtype).eval()
-        return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype).eval()
-    except DepthrouteError:
-        raise
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot load {base!r}: {str(error).splitlines()[0]}") from error
-
-
-def tokenizer_source(base: str) -> str:
-    """An adapter folder has no tokenizer of its own; its base has."""
-    if not saving.is_adapter(base):
-        return base
-    return saving.read_adapter(base)[0]["base_model_name_or_path"] or base
-
-
-def load_tokenizer(base: str) -> Any:
-    try:
-        return transformers.AutoTokenizer.from_pretrained(base)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"cannot load a tokenizer from {base!r}: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def convert_checkpoint(
     base: str,
     out: Path,
@@ -94,12 +53,14 @@ def convert_checkpoint(
     num_tokens: int,
     tolerance: float | None,
     adapter_only: bool = False,
+    trust_remote_code: bool = False,
 ) -> Conversion:
     """Convert ``base`` into ``out``; above ``tolerance`` nothing is written (None accepts any)."""
     saving.refuse_own_source(base, out)
     saving.refuse_loss(out, adapter_only=adapter_only)
+    converted_config(plain_config(base), routing)  # what cannot be is said before weights are read
     plain = load_plain(base)
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
     routed = convert(plain, routing)
     dtype = plain.dtype
@@ -123,29 +84,32 @@ def convert_checkpoint(
     )
 
 
-def compare_checkpoints(base: str, routed: str, *, text: str, num_tokens: int) -> IdentityReport:
+def compare_checkpoints(
+    base: str, routed: str, *, text: str, num_tokens: int, trust_remote_code: bool = False
+) -> IdentityReport:
     """The identity report of two checkpoints on disk."""
     plain = load_plain(base, dtype=torch.float32)
-    other = load_model(routed, dtype=torch.float32)
+    other = load_model(routed, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if plain.config.vocab_size != other.config.vocab_size:
         raise CheckpointError(
             f"{base!r} has a vocabulary of {plain.config.vocab_size} and {routed!r} one of "
             f"{other.config.vocab_size}; give a model and the routed model made from it"
         )
-    tokenizer = load_tokenizer(base)
+    tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
     return identity_report(plain, other, ids)
 
 
-def revert_checkpoint(model: str, out: Path) -> None:
+def revert_checkpoint(model: str, out: Path, *, trust_remote_code: bool = False) -> None:
     """The plain model of a routed checkpoint, with its tokenizer where there is one."""
     saving.refuse_own_source(model, out)
     plain = revert(from_pretrained(model, dtype="auto"))
+    source, tokenizer = tokenizer_source(model), None
+    if has_tokenizer(source):
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     with saving.replacing(out) as folder:
         plain.save_pretrained(folder)
-        try:
-            tokenizer = load_tokenizer(tokenizer_source(model))
-        except CheckpointError:
+        if tokenizer is None:
             logger.info("%s has no tokenizer; the plain model is written without one", model)
         else:
             saving.save_tokenizer(tokenizer, folder)

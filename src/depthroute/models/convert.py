@@ -12,8 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import CheckpointError, ConfigError, DepthrouteError
-from depthroute.models import saving
+from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.architecture import architecture_for
 from depthroute.models.auto import routed_config_class
 from depthroute.models.causal_lm import RoutedCausalLM
@@ -46,6 +45,16 @@ def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = Fal
     return config
 
 
+def converted_config(config: Any, routing: RoutingConfig) -> Any:
+    """The configuration that :func:`convert` gives a model of ``config``, or why it cannot."""
+    if routing.loops > 1:
+        raise ConfigError(
+            f"routing.loops={routing.loops} changes what a pretrained model computes; build "
+            "looped models with from_config"
+        )
+    return routed_config(config, routing, converting=True)
+
+
 def _same_implementations(old: Any, new: Any) -> Any:
     """Which attention and expert kernels run is no part of a configuration's dictionary."""
     for name in ("_attn_implementation", "_experts_implementation"):
@@ -75,6 +84,21 @@ def convert(
     Training one of the two models trains the shared parameters of both; deep-copy ``model`` first
     to keep an untouched one.
     """
+    check_is_plain(model)
+    config = converted_config(model.config, routing)
+    routed = _share(model)
+    routed.__class__ = _model_class(model.config)
+    _set_config(routed, model.config, config)
+    install(routed, plan_for(config, config.routing_config()))
+    if verify is not None:
+        routed.identity = identity_report(model, routed, verify)
+        if not routed.identity.max_difference <= tolerance:  # NaN must not pass
+            raise IdentityError(routed.identity, tolerance, routed.plan.init)
+    return routed
+
+
+def check_is_plain(model: Any) -> None:
+    """Whether :func:`convert` takes ``model`` at all."""
     if isinstance(model, RoutedCausalLM):
         raise ConfigError(
             f"the model is already routed (method {model.plan.method!r}); revert it first"
@@ -89,21 +113,6 @@ def convert(
             f"convert takes {architecture.causal_lm} for model_type "
             f"{architecture.model_type!r}, not {type(model).__name__}"
         )
-    if routing.loops > 1:
-        raise ConfigError(
-            f"routing.loops={routing.loops} changes what a pretrained model computes; build "
-            "looped models with from_config"
-        )
-    config = routed_config(model.config, routing, converting=True)
-    routed = _share(model)
-    routed.__class__ = _model_class(model.config)
-    _set_config(routed, model.config, config)
-    install(routed, plan_for(config, config.routing_config()))
-    if verify is not None:
-        routed.identity = identity_report(model, routed, verify)
-        if not routed.identity.max_difference <= tolerance:  # NaN must not pass
-            raise IdentityError(routed.identity, tolerance, routed.plan.init)
-    return routed
 
 
 def revert(routed: Any) -> Any:
@@ -185,36 +194,6 @@ def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityRepor
         loss_after=after.loss.item(),
         num_tokens=input_ids.numel(),
     )
-
-
-def from_pretrained(path: Any, **kwargs: Any) -> Any:
-    """A routed checkpoint from a folder or the hub, as ``AutoModelForCausalLM`` loads it.
-
-    An adapter folder is attached to the base it names; to another copy of the base with
-    :func:`load_adapter`.
-    """
-    if saving.is_adapter(path):
-        description, _ = saving.read_adapter(path)
-        base = description["base_model_name_or_path"]
-        if base is None:
-            raise CheckpointError(
-                f"the adapter in {str(path)!r} does not record its base; load that yourself and "
-                "call depthroute.load_adapter(model, path)"
-            )
-        plain = transformers.AutoModelForCausalLM.from_pretrained(base, **kwargs)
-        return saving.load_adapter(plain, path)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        if isinstance(error, DepthrouteError):
-            raise
-        raise CheckpointError(f"cannot load {str(path)!r}: {error}") from error
-    if not hasattr(config, "routing"):
-        raise CheckpointError(
-            f"{str(path)!r} holds a plain {config.model_type!r} model; load it with transformers "
-            "and convert it (depthroute.convert, or `depthroute convert`)"
-        )
-    return transformers.AutoModelForCausalLM.from_pretrained(path, config=config, **kwargs)
 
 
 def parameter_groups(

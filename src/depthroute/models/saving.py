@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Size, Tensor
 
 from depthroute import files
 from depthroute._version import __version__
-from depthroute.config import RoutingConfig
 from depthroute.errors import CheckpointError
+from depthroute.models.folder import read_object
+from depthroute.models.loaded import is_finite
 
 ADAPTER_WEIGHTS = "routing.safetensors"
 ADAPTER_CONFIG = "routing_config.json"
@@ -28,6 +30,13 @@ _WEIGHTS = re.compile(
     r"|(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(?P<many>[\w-]+))?\.json"
 )
 """Every name transformers gives to weights; ``pytorch_model.bin.txt`` is somebody's own file."""
+_DESCRIPTION = {
+    "base_model_type": str,
+    "base_model_name_or_path": str | None,
+    "hidden_size": int,
+    "num_hidden_layers": int,
+    "routing": dict,
+}
 
 
 @contextlib.contextmanager
@@ -151,26 +160,40 @@ def save_adapter(model: Any, folder: Path) -> None:
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def read_adapter(folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The description and the tensors of an adapter folder."""
+def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors of an adapter folder, each of the type it must have."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    folder = Path(folder)
+    path = Path(path)
     try:
-        description = json.loads((folder / ADAPTER_CONFIG).read_text())
-        tensors = load_file(folder / ADAPTER_WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        description = read_object(path / ADAPTER_CONFIG)
+        if not (path / ADAPTER_WEIGHTS).is_file():
+            raise CheckpointError(f"there is no file {ADAPTER_WEIGHTS}")
+        tensors = load_file(path / ADAPTER_WEIGHTS)
+    except (OSError, CheckpointError, SafetensorError) as error:
         raise CheckpointError(
-            f"{str(folder)!r} is not a routing adapter (it needs {ADAPTER_CONFIG} and "
+            f"{str(path)!r} is not a routing adapter (it needs {ADAPTER_CONFIG} and "
             f"{ADAPTER_WEIGHTS}): {error}"
         ) from error
     if description.get("format") != ADAPTER_FORMAT:
         raise CheckpointError(
-            f"{str(folder)!r} has adapter format {description.get('format')!r}; this version "
+            f"{str(path)!r} has adapter format {description.get('format')!r}; this version "
             f"reads {ADAPTER_FORMAT}. Install the depthroute that wrote it "
             f"({description.get('depthroute_version')})"
         )
+    for name, kind in _DESCRIPTION.items():
+        if not isinstance(description.get(name, ...), kind):
+            raise CheckpointError(
+                f"{str(path / ADAPTER_CONFIG)!r} has {name} {description.get(name)!r}; it is "
+                "damaged, save the adapter again"
+            )
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not is_finite(tensor):
+            raise CheckpointError(
+                f"{name!r} in {str(path / ADAPTER_WEIGHTS)!r} holds {tensor.dtype} values that are "
+                "not all finite numbers with a fraction; it is damaged, save the adapter again"
+            )
     return description, tensors
 
 
@@ -180,8 +203,10 @@ def is_adapter(folder: str | os.PathLike[str]) -> bool:
 
 def load_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
     """``model`` (plain, left untouched) with the routing of an adapter folder attached."""
-    from depthroute.models.convert import convert
+    from depthroute.models.auto import routing_from
+    from depthroute.models.convert import check_is_plain, convert
 
+    check_is_plain(model)
     description, tensors = read_adapter(folder)
     for name in ("hidden_size", "num_hidden_layers"):
         if getattr(model.config, name) != description[name]:
@@ -195,13 +220,22 @@ def load_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
             f"the adapter in {str(folder)!r} was made for a {description['base_model_type']!r} "
             f"model and this is {model.config.model_type!r}; attach it to its own base"
         )
-    routed = convert(model, RoutingConfig.from_dict(description["routing"]))
-    expected = routed.sites.state_dict()
-    wrong = sorted(set(expected) ^ set(tensors))
+    routing = routing_from(description["routing"], repr(str(Path(folder) / ADAPTER_CONFIG)))
+    routed = convert(model, routing)
+    expected = {name: tensor.shape for name, tensor in routed.sites.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name))
     if wrong:
+        name = wrong[0]
         raise CheckpointError(
             f"the adapter in {str(folder)!r} does not hold the routing parameters of its own "
-            f"configuration: {wrong[0]!r} ({len(wrong)} such keys). It is damaged; save it again"
+            f"configuration: {name!r} ({len(wrong)} such keys) has shape "
+            f"{_words(shapes.get(name))} and should have {_words(expected.get(name))}. It is "
+            "damaged; save it again"
         )
     routed.sites.load_state_dict(tensors)
     return routed
+
+
+def _words(shape: Size | None) -> str:
+    return "none" if shape is None else str(list(shape))

@@ -16,8 +16,8 @@ import torch
 from depthroute import presets
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
-from depthroute.models.command import load_model, load_plain
-from depthroute.models.convert import convert
+from depthroute.models.convert import convert, converted_config
+from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
@@ -124,11 +124,13 @@ def finetune(
     """A converted checkpoint; ``tolerance`` bounds how far its logits may be from the base's."""
     changes = FINETUNING_ROUTING | request.changes
     settings = _ten_looks(from_recipe(FINETUNING, changes, "fine-tuning"))
+    # what cannot be converted is refused before a corpus is tokenised for it
+    config = converted_config(plain_config(base), routing)
+    sources.check_length(settings, getattr(config, "max_position_embeddings", None))
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             plain = load_plain(base, dtype=torch.float32).to(device)
-            sources.check_length(settings, getattr(plain.config, "max_position_embeddings", None))
             verify = None
             if tolerance is not None and not is_resumed:
                 verify = data.validation_batches(1)[0].inputs.to(device)

@@ -28,6 +28,8 @@ class TextSource:
     validation: str | None = None
     """Held-out text of its own, instead of a part of ``data``."""
     tokenizer: str | None = None
+    trust_remote_code: bool = False
+    """Whether the tokenizer may run code that it brings along."""
     text_field: str = "text"
     held_out: float | None = None
     """Percent of the documents; left out, 5."""
@@ -62,7 +64,9 @@ def prepare(
     if source.validation is not None:
         judged = open_corpus(source.validation, field=source.text_field)
     cache = source.cache or tokenise.cache_folder()
-    vocabulary = tokenise.choose_vocabulary(source.tokenizer or tokenizer, corpus, cache)
+    vocabulary = tokenise.choose_vocabulary(
+        source.tokenizer or tokenizer, corpus, cache, trust_remote_code=source.trust_remote_code
+    )
     folder = tokenise.prepare(
         corpus,
         vocabulary,

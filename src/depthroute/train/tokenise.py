@@ -48,12 +48,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DEPTHROUTE_CACHE", f"{base}/depthroute")).expanduser()
 
 
-def choose_vocabulary(name: str, corpus: Corpus, cache: Path) -> Vocabulary:
+def choose_vocabulary(
+    name: str, corpus: Corpus, cache: Path, *, trust_remote_code: bool = False
+) -> Vocabulary:
     """``bytes``, ``train:SIZE`` (on the training part alone), a folder or a hub id."""
     if name == "bytes":
         return as_bytes()
     if not name.startswith(_TRAINED):
-        return pretrained(name)
+        return pretrained(name, trust_remote_code=trust_remote_code)
     size = name.removeprefix(_TRAINED)
     if not size.isdecimal():
         raise DataError(f"--tokenizer {name!r} must give a size, as in train:4096")

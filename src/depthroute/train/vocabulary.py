@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from depthroute.errors import ConfigError
-from depthroute.models.command import load_tokenizer
+from depthroute.models.loading import load_tokenizer
 from depthroute.models.saving import save_tokenizer
 from depthroute.train.data import VOCABULARY
 
@@ -75,9 +75,9 @@ def as_bytes() -> Vocabulary:
     return Vocabulary("bytes", VOCABULARY, 0, None, tokenizer)
 
 
-def pretrained(name: str) -> Vocabulary:
+def pretrained(name: str, *, trust_remote_code: bool = False) -> Vocabulary:
     """A folder or a hub id."""
-    tokenizer = load_tokenizer(name)
+    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(
