@@ -398,7 +398,9 @@ def test_an_adapter_whose_base_is_gone_says_so(adapter, base):
         dr.from_pretrained(adapter)
 
 
-def test_finetune_refuses_base_and_routing_before_it_tokenises(depthroute, tmp_path, monkeypatch):
+def test_finetune_refuses_base_and_routing_before_it_tokenises(
+    depthroute, tmp_path, monkeypatch, capsys
+):
     save(tmp_path / "base", None)
     monkeypatch.setattr(
         "depthroute.train.sources.prepare", lambda *a, **k: pytest.fail("tokenised first")
@@ -406,6 +408,7 @@ def test_finetune_refuses_base_and_routing_before_it_tokenises(depthroute, tmp_p
     (tmp_path / "text.txt").write_text("the depth of a model\n" * 50)
     out = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
     base = ["--base", str(tmp_path / "base")]
+    capsys.readouterr()  # what saving the base has shown
     for arguments in (
         [*base, "--num-blocks", "400"],
         [*base, "--routing", "loops=2"],
