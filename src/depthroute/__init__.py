@@ -1,21 +1,25 @@
 """Learned routing over depth for Transformers.
 
-``depthroute.ops`` and ``depthroute.nn`` need only torch. The rest loads on first use.
+``depthroute.ops`` and ``depthroute.nn`` need only torch. Everything loads on first use, so that
+importing this package costs little; transformers' Auto classes know routed checkpoints as soon as
+both are imported, in whatever order.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from depthroute import nn, ops
 from depthroute._version import __version__
-from depthroute.config import RoutingConfig
 from depthroute.errors import BackendError, CheckpointError, ConfigError, DepthrouteError
-from depthroute.plan import Plan
 
 if TYPE_CHECKING:
+    from depthroute import nn, ops
+    from depthroute.config import RoutingConfig
     from depthroute.diagnostics.trace import Trace, trace
     from depthroute.models.convert import (
         IdentityError,
@@ -29,8 +33,11 @@ if TYPE_CHECKING:
     from depthroute.models.loading import from_pretrained
     from depthroute.models.reference import load_reference
     from depthroute.models.saving import load_adapter
+    from depthroute.plan import Plan
 
 _LAZY = {
+    "Plan": "depthroute.plan",
+    "RoutingConfig": "depthroute.config",
     "Trace": "depthroute.diagnostics.trace",
     "IdentityError": "depthroute.models.convert",
     "IdentityReport": "depthroute.models.convert",
@@ -50,8 +57,6 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DepthrouteError",
-    "Plan",
-    "RoutingConfig",
     "__version__",
     "nn",
     "ops",
@@ -60,6 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("nn", "ops"):
+        return importlib.import_module(f"depthroute.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'depthroute' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
@@ -67,6 +74,35 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-if importlib.util.find_spec("transformers") is not None:
-    # so that AutoModelForCausalLM.from_pretrained knows routed checkpoints
-    importlib.import_module("depthroute.models.auto")
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+_AUTO_CLASSES = "transformers.models.auto.configuration_auto"
+_REGISTRATION = "depthroute.models.auto"
+
+
+class _Registration:
+    """Registers routed models when transformers' Auto classes are imported after this package."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _AUTO_CLASSES:
+            return None
+        sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            importlib.import_module(_REGISTRATION)
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if _AUTO_CLASSES in sys.modules:
+    importlib.import_module(_REGISTRATION)
+else:
+    sys.meta_path.insert(0, _Registration())  # pyright: ignore[reportArgumentType]

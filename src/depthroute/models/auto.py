@@ -11,8 +11,8 @@ import sys
 from functools import cache
 from typing import Any, ClassVar
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from depthroute.config import RoutingConfig
 from depthroute.errors import CheckpointError, ConfigError
@@ -95,6 +95,9 @@ def routed_config_class(architecture: Architecture) -> Any:
     from depthroute.models.causal_lm import routed_model_class
 
     config_class.model_class = routed_model_class(architecture, config_class)
+    # not before: this file is imported while transformers is still importing its Auto classes
+    from transformers import AutoModelForCausalLM
+
     AutoModelForCausalLM.register(config_class, config_class.model_class, exist_ok=True)
     return config_class
 

@@ -1,0 +1,65 @@
+"""What starting costs: nothing is loaded before it is needed."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "safetensors")
+CPU_SECONDS = 0.3
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def loaded_after(code):
+    report = f"import sys; print(*[name for name in {HEAVY} if name in sys.modules])"
+    return set(run("-W", "ignore", "-c", f"{code}\n{report}").split())
+
+
+@pytest.mark.parametrize("code", ["import depthroute", "import depthroute.cli"])
+def test_importing_loads_nothing_heavy(code):
+    assert loaded_after(code) == set()
+
+
+def test_ops_and_nn_load_no_transformers():
+    assert "torch" in loaded_after("import depthroute.ops, depthroute.nn")
+    assert "transformers" not in loaded_after("import depthroute.ops, depthroute.nn")
+
+
+def test_every_public_name_is_there_and_listed():
+    code = "import depthroute as dr\nfor name in dr.__all__: getattr(dr, name)\nprint(*dir(dr))"
+    names = run("-W", "ignore", "-c", code).split()
+    assert {"convert", "trace", "RoutingConfig", "nn", "ops"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import depthroute, transformers",
+        "import transformers, depthroute",
+        "from transformers import AutoModelForCausalLM; import depthroute",
+        "import depthroute; from transformers import AutoTokenizer",
+    ],
+)
+def test_auto_classes_know_routed_checkpoints_in_whatever_order_both_are_imported(imports):
+    code = (
+        f"{imports}\nfrom transformers import CONFIG_MAPPING\nprint('depthroute' in CONFIG_MAPPING)"
+    )
+    assert run("-W", "ignore", "-c", code) == "True\n"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_help_and_version_are_there_at_once(option):
+    """By the processor's time, the least of a few tries: other work does not count."""
+    tries = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run("-m", "depthroute", option)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        tries.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(tries) < CPU_SECONDS
