@@ -1,0 +1,158 @@
+"""The commands that write, each so small that it runs in a fraction of a second.
+
+A workshop holds what they read. A scenario writes under the one folder ``trial`` alone, whose path
+is the same in every trial, so that whatever is written can be compared to the byte.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.checkpoints import TEXT, byte_tokenizer
+from tests.support import llama_config, trained_like
+
+SMALL = "num_hidden_layers=2 hidden_size=16 intermediate_size=32 num_attention_heads=2".split()
+COMMON = ["--set", "batch_size=2", "--set", "sequence_length=8", "--set", "validation_sequences=4"]
+COMMON += ["--device", "cpu", "--resume", "auto"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    run: Callable[[], None]
+    """In a child process; again after a kill, it goes on or begins anew."""
+    earlier: Callable[[], None] | None = None
+    """What had been written to the same place before; left out, nothing."""
+    whole: str = "out"
+    """The folder under ``trial`` that is as it was or as it will be, at any time."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    folder: Path
+
+    @property
+    def trial(self) -> Path:
+        return self.folder / "trial"
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def tokens(self) -> Path:
+        return self.folder / "tokens"
+
+    @property
+    def text(self) -> Path:
+        return self.folder / "text.jsonl"
+
+    def furnish(self) -> None:
+        """Text, its tokens, and a plain checkpoint with a tokenizer. Called in a child."""
+        import torch
+        from transformers import LlamaForCausalLM
+
+        from depthroute.train.documents import open_corpus
+        from depthroute.train.tokenise import choose_vocabulary, prepare
+
+        lines = [f'{{"text": "{n} {TEXT.strip().splitlines()[0]}"}}\n' for n in range(40)]
+        self.text.write_text("".join(lines))
+        torch.manual_seed(0)
+        config = llama_config(layers=2, vocab_size=320, hidden_size=16, intermediate_size=32)
+        trained_like(LlamaForCausalLM(config)).save_pretrained(self.base)
+        byte_tokenizer().save_pretrained(self.base)
+        corpus = open_corpus(str(self.text))
+        vocabulary = choose_vocabulary(str(self.base), corpus, self.folder / "cache")
+        made = prepare(corpus, vocabulary, cache=self.folder / "cache", held_out=20.0)
+        made.rename(self.tokens)
+
+    def scenarios(self) -> list[Scenario]:
+        out = str(self.trial / "out")
+        shape = [word for setting in SMALL for word in ("--model", setting)]
+        train = ["train", "--data", self.text, "--cache", self.trial / "cache", "--out", out]
+        train += ["--method", "delta", "--steps", "5", "--set", "save_every=2"]
+        train += ["--set", "validate_every=2", "--set", "keep_last=1", *shape, *COMMON]
+        # a rate at which the model gets worse: the best checkpoint is not among the newest
+        finetune = ["finetune", "--base", self.base, "--data", f"tokens:{self.tokens}"]
+        finetune += ["--out", out, "--num-blocks", "2", "--steps", "4", "--set", "save_every=1"]
+        finetune += ["--set", "validate_every=1", "--set", "keep_last=1", "--set", "lr=0.3"]
+        finetune += ["--set", "warmup_steps=0", *COMMON]
+        compare = ["compare", "--methods", "standard,delta", "--seeds", "2", "--steps", "3"]
+        compare += ["--data", f"tokens:{self.tokens}", "--out", out, "--set", "save_every=1"]
+        compare += ["--set", "validate_every=2", *shape, *COMMON]
+        convert = ["convert", "--base", self.base, "--out", out, "--method", "delta"]
+        adapter = ["convert", "--base", self.base, "--out", out, "--adapter-only", "--method"]
+        return [
+            Scenario("train", command(*train), whole="out/model"),
+            Scenario("finetune", command(*finetune), whole="out/model"),
+            Scenario("compare", command(*compare), whole="out/model"),
+            Scenario("convert", command(*convert)),
+            Scenario(
+                "convert over an older model",
+                command(*convert),
+                self._with_others(command(*convert[:-1], "attnres")),
+            ),
+            Scenario(
+                "convert over an older adapter",
+                command(*adapter, "delta"),
+                self._with_others(command(*adapter, "attnres")),
+            ),
+            Scenario(
+                "save_pretrained over an older model",
+                self._save("delta", max_shard_size="8KB"),
+                self._with_others(self._save("attnres", max_shard_size="4KB")),
+            ),
+            Scenario(
+                "save_pretrained over an older adapter",
+                self._save("delta", adapter_only=True),
+                self._with_others(self._save("attnres", adapter_only=True)),
+            ),
+        ]
+
+    def _save(self, method: str, **options: object) -> Callable[[], None]:
+        def save() -> None:
+            import depthroute as dr
+            from depthroute.models.command import load_plain
+
+            routed = dr.convert(load_plain(str(self.base)), dr.RoutingConfig(method))
+            try:
+                routed.save_pretrained(self.trial / "out", **options)
+            except dr.DepthrouteError as error:  # as a command would end
+                print(f"error: {error}", file=sys.stderr)
+                sys.exit(2)
+
+        return save
+
+    def _with_others(self, write: Callable[[], None]) -> Callable[[], None]:
+        """And files of the user's own, which are nobody else's to touch."""
+
+        def write_both() -> None:
+            write_and_return(write)
+            folder = self.trial / "out" / "samples"
+            folder.mkdir()
+            (folder.parent / "notes.txt").write_text("mine\n")
+            (folder / "one.txt").write_text("mine too\n")
+
+        return write_both
+
+
+def command(*words: object) -> Callable[[], None]:
+    """``depthroute words``, as the console script runs it; ends in SystemExit."""
+
+    def run() -> None:
+        from depthroute import cli
+
+        sys.argv = ["depthroute", *map(str, words)]
+        cli.main()
+
+    return run
+
+
+def write_and_return(write: Callable[[], None]) -> None:
+    try:
+        write()
+    except SystemExit as ended:
+        assert not ended.code, f"an undisturbed command ended with {ended.code}"

@@ -1,0 +1,242 @@
+"""Forked trials: a fault at one file operation, then the same command again, then a comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.faults.scenarios import Scenario, Workshop, write_and_return
+from tests.faults.faults import WITH_BYTES, Fault, Faults
+from tests.faults.view import View, differences, part, view
+
+KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.KILL_TORN)
+PATIENCE = 60
+"""Seconds after which a child counts as hung."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a child ended, and what it had said until then."""
+
+    status: int
+    """As ``os.waitstatus_to_exitcode``: below zero it is a signal."""
+    printed: str
+    counts: dict[str, int]
+    log: tuple[str, ...]
+
+    @property
+    def was_killed(self) -> bool:
+        return self.status == -signal.SIGKILL
+
+
+@dataclass
+class Result:
+    """What ``__main__`` prints of a scenario."""
+
+    scenario: str
+    operations: int = 0
+    writes: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    tried: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+class Harness:
+    """One warmed process with one thread, whose children are the trials."""
+
+    def __init__(self, folder: Path) -> None:
+        self.workshop = Workshop(folder.resolve())
+        self.faults = Faults(self.workshop.folder)
+        self.output = self.workshop.folder / "child"
+        self._child(self.workshop.furnish, check=True)
+        self.scenarios = {s.name: s for s in self.workshop.scenarios()}
+
+    def warm(self, names: list[str]) -> None:
+        """Import here what the commands import, so that no child has to."""
+        for name in names:
+            self._renew(None)
+            said = self._child(_with_modules(self.scenarios[name].run), check=True).printed
+            modules = [line for line in said.splitlines() if line.startswith("module ")]
+            for line in modules:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(line.removeprefix("module "))
+        gc.freeze()
+
+    def examine(self, name: str, choose: Callable[[list[Trial]], list[Trial]]) -> Result:
+        """Every fault that ``choose`` picks of those there are."""
+        scenario = self.scenarios[name]
+        earlier = self._earlier(scenario)
+        before = view(earlier) if earlier else {}
+        self._renew(earlier)
+        ending = self._child(scenario.run, Fault.NONE, check=True)
+        after = view(self.workshop.trial)
+        counts = ending.counts
+        result = Result(name, counts["operations"], counts["writes"], _kinds(ending.log))
+        if counts["mappings"]:
+            result.failures.append(f"{counts['mappings']} files are written through a mapping")
+        for trial in choose(trials(ending)):
+            result.tried[trial.fault.name] = result.tried.get(trial.fault.name, 0) + 1
+            self._renew(earlier)
+            for reason in self._try(scenario, trial, before, after):
+                result.failures.append(f"{trial.describe(ending)}: {reason}")
+        return result
+
+    def _try(self, scenario: Scenario, trial: Trial, before: View, after: View) -> Iterator[str]:
+        disturbed = self._child(scenario.run, trial.fault, trial.number)
+        if trial.fault in KILLS and not disturbed.was_killed:
+            yield f"was not killed: status {disturbed.status}"
+        if trial.fault is Fault.FULL_DISK:
+            yield from _complaint(disturbed)
+        now = part(view(self.workshop.trial), scenario.whole)
+        old, new = part(before, scenario.whole), part(after, scenario.whole)
+        if now not in (old, new):
+            yield f"{scenario.whole} is neither old nor new: {differences(new, now)[:3]}"
+        again = self._child(scenario.run)
+        if again.status != 0:
+            yield f"again: status {again.status}: {_last_line(again.printed)}"
+            return
+        yield from differences(after, view(self.workshop.trial))[:3]
+
+    def _earlier(self, scenario: Scenario) -> Path | None:
+        if scenario.earlier is None:
+            return None
+        self._renew(None)
+        self._child(scenario.earlier, check=True)
+        kept = self.workshop.folder / f"earlier {scenario.name}"
+        shutil.copytree(self.workshop.trial, kept, symlinks=True)
+        return kept
+
+    def _renew(self, earlier: Path | None) -> None:
+        shutil.rmtree(self.workshop.trial, ignore_errors=True)
+        if earlier is None:
+            self.workshop.trial.mkdir()
+        else:
+            shutil.copytree(earlier, self.workshop.trial, symlinks=True)
+
+    def _child(
+        self,
+        action: Callable[[], None],
+        fault: Fault | None = None,
+        number: int = 0,
+        *,
+        check: bool = False,
+    ) -> Ending:
+        self.output.mkdir(exist_ok=True)
+        child = os.fork()
+        if child == 0:
+            self._be_child(action, fault, number)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        counts = self.output / "counts"
+        ending = Ending(
+            status,
+            (self.output / "printed").read_text(errors="replace"),
+            json.loads(counts.read_text()) if status >= 0 else {},
+            tuple((self.output / "log").read_text().splitlines()),
+        )
+        assert not check or status == 0, f"undisturbed, and ended with {status}: {ending.printed}"
+        return ending
+
+    def _be_child(self, action: Callable[[], None], fault: Fault | None, number: int) -> None:
+        """Never returns: what the parent would do at its end is not the child's to do."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        printed = os.open(self.output / "printed", flags)
+        log = os.open(self.output / "log", flags | os.O_APPEND)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        signal.alarm(PATIENCE)
+        status = 0
+        try:
+            if fault is not None:
+                self.faults.arm(self.workshop.trial, fault, number, log)
+            action()
+        except SystemExit as ended:
+            status = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        counts = self.faults.counts()
+        (self.output / "counts").write_text(json.dumps(counts))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+@dataclass(frozen=True)
+class Trial:
+    fault: Fault
+    number: int
+    """The operation; of a full disk, the write."""
+
+    def describe(self, undisturbed: Ending) -> str:
+        if self.fault is Fault.FULL_DISK:
+            return f"disk full from write {self.number}"
+        operation = undisturbed.log[self.number - 1]
+        return f"{self.fault.name} operation {self.number} ({operation})"
+
+
+def trials(undisturbed: Ending) -> list[Trial]:
+    found = []
+    for number, line in enumerate(undisturbed.log, 1):
+        found += [Trial(Fault.KILL_BEFORE, number), Trial(Fault.KILL_AFTER, number)]
+        if line.split()[0] in WITH_BYTES:
+            found.append(Trial(Fault.KILL_TORN, number))
+    writes = range(1, undisturbed.counts["writes"] + 1)
+    return found + [Trial(Fault.FULL_DISK, number) for number in writes]
+
+
+def sample(kills: int, full_disks: int, seed: int) -> Callable[[list[Trial]], list[Trial]]:
+    """So many of each, and the same whenever it is asked."""
+
+    def choose(found: list[Trial]) -> list[Trial]:
+        draw = random.Random(seed)
+        killing = [t for t in found if t.fault in KILLS]
+        filling = [t for t in found if t.fault is Fault.FULL_DISK]
+        chosen = draw.sample(killing, min(kills, len(killing)))
+        return chosen + draw.sample(filling, min(full_disks, len(filling)))
+
+    return choose
+
+
+def everything(found: list[Trial]) -> list[Trial]:
+    return found
+
+
+def as_json(result: Result) -> str:
+    return json.dumps(asdict(result))
+
+
+def _with_modules(run: Callable[[], None]) -> Callable[[], None]:
+    def run_and_tell() -> None:
+        known = set(sys.modules)
+        write_and_return(run)
+        for name in sorted(set(sys.modules) - known):
+            print(f"\nmodule {name}")
+
+    return run_and_tell
+
+
+def _kinds(log: tuple[str, ...]) -> dict[str, int]:
+    names = [line.split()[0] for line in log]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _complaint(ending: Ending) -> Iterator[str]:
+    errors = [line for line in ending.printed.splitlines() if line.startswith("error: ")]
+    if ending.status != 2 or len(errors) != 1 or "Traceback" in ending.printed:
+        yield f"status {ending.status} and {_last_line(ending.printed)!r}, not one error line"
+
+
+def _last_line(printed: str) -> str:
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

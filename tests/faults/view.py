@@ -1,0 +1,85 @@
+"""What lies in a folder, in a form in which two runs that are the same are equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from depthroute.train.run_directory import RunDirectory
+
+CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
+"""Nobody can repeat these."""
+View = dict[str, Any]
+
+
+def view(folder: Path) -> View:
+    """Every path with its content: numbers of files that hold times, digests of all others."""
+    return {str(path.relative_to(folder)): _content(path) for path in sorted(folder.rglob("*"))}
+
+
+def part(whole: View, folder: str) -> View:
+    prefix = f"{folder}/"
+    return {path: content for path, content in whole.items() if path.startswith(prefix)}
+
+
+def differences(expected: View, seen: View) -> list[str]:
+    lines = [f"{path} is missing" for path in expected if path not in seen]
+    lines += [f"{path} is left over" for path in seen if path not in expected]
+    for path in expected:
+        if path in seen and expected[path] != seen[path]:
+            lines.append(f"{path}: {_first_difference(expected[path], seen[path])}")
+    return lines
+
+
+def _content(path: Path) -> Any:
+    if path.is_symlink():
+        return f"-> {path.readlink()}"
+    if path.is_dir():
+        return "folder"
+    if path.name == "metrics.jsonl":
+        return [_without_clocks(r) for r in _records(path) if r["event"] != "resumed"]
+    if path.suffix == ".json":
+        return _without_clocks(_parsed(path))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    try:
+        return list(RunDirectory(file.parent).records())
+    except json.JSONDecodeError as error:
+        return [{"event": f"damaged: {error}"}]
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        return f"damaged: {error}"
+
+
+def _without_clocks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_clocks(v) for k, v in value.items() if k not in CLOCKS}
+    if isinstance(value, list):
+        return [_without_clocks(item) for item in value]
+    return value
+
+
+def _first_difference(expected: Any, seen: Any) -> str:
+    if isinstance(expected, list) and isinstance(seen, list):
+        for number, (one, other) in enumerate(zip(expected, seen, strict=False)):
+            if one != other:
+                return f"entry {number} is {_short(other)} instead of {_short(one)}"
+        return f"{len(seen)} entries instead of {len(expected)}"
+    if isinstance(expected, dict) and isinstance(seen, dict):
+        for key in [*expected, *seen]:
+            if expected.get(key) != seen.get(key):
+                return f"{key} is {_short(seen.get(key))} instead of {_short(expected.get(key))}"
+    return f"{_short(seen)} instead of {_short(expected)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 160 else f"{text[:157]}..."
