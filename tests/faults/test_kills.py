@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.faults.faults import missing
 
 REPOSITORY = Path(__file__).parents[2]

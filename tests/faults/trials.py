@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.faults.scenarios import Scenario, Workshop, write_and_return
 from tests.faults.faults import WITH_BYTES, Fault, Faults
+from tests.faults.scenarios import Scenario, Workshop, write_and_return
 from tests.faults.view import View, differences, part, view
 
 KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.KILL_TORN)
