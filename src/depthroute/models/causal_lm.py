@@ -75,18 +75,24 @@ class RoutedCausalLM(_Base):
         """Write configuration and weights, or with ``adapter_only`` the routing alone.
 
         The folder changes at once when everything is written; an interrupted save leaves what was
-        there. Other arguments are those of ``PreTrainedModel.save_pretrained``.
+        there, and a model that this library did not write is never replaced. Other arguments are those of ``PreTrainedModel.save_pretrained``.
         """
         if not is_main_process:
             return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", Path(save_directory).name)
         with saving.replacing(save_directory) as folder:
-            if adapter_only:
-                saving.save_adapter(self, folder)
-            else:
-                super().save_pretrained(folder, *args, **kwargs)
+            self.write_into(folder, *args, adapter_only=adapter_only, **kwargs)
         return None
+
+    def write_into(
+        self, folder: Path, *args: Any, adapter_only: bool = False, **kwargs: Any
+    ) -> None:
+        """As :meth:`save_pretrained`, into a folder that is nobody's yet."""
+        if adapter_only:
+            saving.save_adapter(self, folder)
+        else:
+            super().save_pretrained(folder, *args, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

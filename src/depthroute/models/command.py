@@ -96,6 +96,8 @@ def convert_checkpoint(
     adapter_only: bool = False,
 ) -> Conversion:
     """Convert ``base`` into ``out``; above ``tolerance`` nothing is written (None accepts any)."""
+    saving.refuse_own_source(base, out)
+    saving.refuse_loss(out, adapter_only=adapter_only)
     plain = load_plain(base)
     tokenizer = load_tokenizer(base)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
@@ -106,12 +108,9 @@ def convert_checkpoint(
         raise IdentityError(report, tolerance, routed.plan.init)
     routed.to(dtype)
     with saving.replacing(out) as folder:
-        routed.save_pretrained(folder / "model", adapter_only=adapter_only)
-        for file in (folder / "model").iterdir():
-            file.rename(folder / file.name)
-        (folder / "model").rmdir()
+        routed.write_into(folder, adapter_only=adapter_only)
         if not adapter_only:
-            tokenizer.save_pretrained(folder)
+            saving.save_tokenizer(tokenizer, folder)
     parameters = sum(p.numel() for p in routed.parameters())
     return Conversion(
         path=str(out),
@@ -140,13 +139,16 @@ def compare_checkpoints(base: str, routed: str, *, text: str, num_tokens: int) -
 
 def revert_checkpoint(model: str, out: Path) -> None:
     """The plain model of a routed checkpoint, with its tokenizer where there is one."""
+    saving.refuse_own_source(model, out)
     plain = revert(from_pretrained(model, dtype="auto"))
     with saving.replacing(out) as folder:
         plain.save_pretrained(folder)
         try:
-            load_tokenizer(tokenizer_source(model)).save_pretrained(folder)
+            tokenizer = load_tokenizer(tokenizer_source(model))
         except CheckpointError:
             logger.info("%s has no tokenizer; the plain model is written without one", model)
+        else:
+            saving.save_tokenizer(tokenizer, folder)
 
 
 def _measured_in_fp32(plain: Any, routed: Any, ids: torch.Tensor) -> IdentityReport:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
+import filecmp
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
+from depthroute import files
 from depthroute._version import __version__
 from depthroute.config import RoutingConfig
 from depthroute.errors import CheckpointError
@@ -19,78 +22,114 @@ from depthroute.errors import CheckpointError
 ADAPTER_WEIGHTS = "routing.safetensors"
 ADAPTER_CONFIG = "routing_config.json"
 ADAPTER_FORMAT = 1
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+CONFIG = "config.json"
+_WEIGHTS = re.compile(
+    r"(?:model|pytorch_model)(?:\.(?P<one>[\w-]+?))?(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
+    r"|(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(?P<many>[\w-]+))?\.json"
+)
+"""Every name transformers gives to weights; one that goes on (``....bin.txt``) is somebody's own."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A folder to write into that takes the place of ``path`` at once when the block ends.
+    """A folder for a model or an adapter, which takes the place of ``path`` at once.
 
-    Files of the old folder that were not written again (a tokenizer, a model card) are kept, old
-    weights are not. If the block fails or the process dies, ``path`` is as it was.
+    What this library wrote there before is replaced; what others wrote is kept, and if a model of
+    theirs would be lost nothing is written.
     """
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"cannot save to {str(path)!r}: it is a file; give a folder")
-    prefix = f".{path.name}.saving-"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob(prefix + "*"):
-            shutil.rmtree(leftover)
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+        with files.replacing(path, _superseded) as folder:
+            yield folder
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot save to {str(path)!r}: {files.reason(error)}") from error
+
+
+def refuse_loss(path: str | os.PathLike[str], *, adapter_only: bool) -> None:
+    """The refusal that :func:`replacing` would end in, before any work is done."""
+    writes = {ADAPTER_CONFIG, ADAPTER_WEIGHTS} if adapter_only else {CONFIG}
+    try:
+        folder = files.destination(path)
+        if folder.is_dir():
+            _stale(folder, writes, is_same=lambda name: False)
     except OSError as error:
-        raise CheckpointError(f"cannot save to {str(path)!r}: {error}") from error
-    try:
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
-        yield temporary
-        if path.exists():
-            _keep_others(path, temporary)
-        _sync(temporary)
-        _put_in_place(temporary, path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"cannot save to {str(path)!r}: {files.reason(error)}") from error
 
 
-def _keep_others(old: Path, new: Path) -> None:
-    stale = {file for pattern in _WEIGHTS for file in old.glob(pattern)}
-    for item in old.iterdir():
-        target = new / item.name
-        if item in stale or target.exists():
-            continue
-        if item.is_dir():
-            shutil.copytree(item, target, copy_function=os.link)
+def refuse_own_source(source: str, out: str | os.PathLike[str]) -> None:
+    """Where a model is read from, nothing may be written over it."""
+    if Path(source).exists() and Path(out).exists() and Path(source).samefile(out):
+        raise CheckpointError(
+            f"cannot save to {str(out)!r}: the model is read from there and would be lost; give "
+            "another folder"
+        )
+
+
+def _superseded(old: Path, new: Path) -> set[str]:
+    def is_same(name: str) -> bool:
+        return (new / name).is_file() and filecmp.cmp(old / name, new / name, shallow=False)
+
+    return _stale(old, {item.name for item in new.iterdir()}, is_same)
+
+
+def _stale(old: Path, writes: set[str], is_same: Callable[[str], bool]) -> set[str]:
+    """Files of ``old`` that would decide what is loaded instead of what is written now.
+
+    Refuses where a model that this library did not write would go.
+    """
+    names = {item.name for item in old.iterdir()}
+    weights = {name for name in names if _variant(name) is not None}
+    stale = set()
+    if ADAPTER_CONFIG in writes:
+        if weights:
+            raise _refusal("the weights of a whole model", weights)
+    elif CONFIG in writes:
+        if CONFIG in names and _is_json(old / CONFIG, "model_type", "depthroute"):
+            variants = {_variant(name) for name in writes} - {None} or {""}
+            stale = {name for name in weights if _variant(name) in variants}
         else:
-            os.link(item, target)
+            lost = {name for name in {CONFIG} & names | weights if not is_same(name)}
+            if lost:
+                raise _refusal("a model that is not a routed one", lost)
+    else:
+        return set()
+    if ADAPTER_CONFIG in names:
+        if not _is_json(old / ADAPTER_CONFIG, "depthroute_version"):
+            raise _refusal("a file that depthroute did not write", {ADAPTER_CONFIG})
+        stale |= {ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+    return stale - writes
 
 
-def _sync(folder: Path) -> None:
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+def _refusal(what: str, names: set[str]) -> OSError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return FileExistsError(
+        errno.EEXIST,
+        f"it holds {what} ({min(names)}{more}), which would be lost; give another folder",
+    )
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    if not path.exists():
-        temporary.rename(path)
-    elif not _exchange(temporary, path):
-        # no atomic exchange on this system: the window is two renames wide
-        aside = temporary.with_name(temporary.name + "-old")
-        path.rename(aside)
-        temporary.rename(path)
-        shutil.rmtree(aside)
+def _variant(name: str) -> str | None:
+    """``""`` for weights of the usual name, ``"fp16"`` for those of a variant, None for others."""
+    match = _WEIGHTS.fullmatch(name)
+    return None if match is None else match["one"] or match["many"] or ""
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Swap two folders atomically (Linux renameat2); False where that does not exist."""
-    at_cwd, exchange = -100, 2
+def _is_json(file: Path, key: str, value: str | None = None) -> bool:
+    """Whether ``file`` is a JSON object with ``key``, and ``value`` at it."""
     try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError):
         return False
-    return renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0
+    return isinstance(values, dict) and key in values and value in (None, values[key])
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Where the disk is full, ``tokenizers`` raises a bare ``Exception``; from here an OSError."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise OSError(errno.EIO, files.reason(error)) from error
 
 
 def save_adapter(model: Any, folder: Path) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from depthroute.errors import ConfigError
 from depthroute.models.command import load_tokenizer
+from depthroute.models.saving import save_tokenizer
 from depthroute.train.data import VOCABULARY
 
 END_OF_TEXT = "<|endoftext|>"
@@ -45,8 +46,8 @@ class Vocabulary:
     def encoder(self) -> Encoder:
         return Encoder(self.definition, self.dtype.str)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        self.tokenizer.save_pretrained(folder)
+    def save_pretrained(self, folder: Path) -> None:
+        save_tokenizer(self.tokenizer, folder)
 
 
 class Encoder:
