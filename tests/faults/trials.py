@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import transformers
+
+from depthroute.models.command import load_plain
 from tests.faults.faults import WITH_BYTES, Fault, Faults
 from tests.faults.scenarios import Scenario, Workshop, write_and_return
 from tests.faults.view import View, differences, part, view
@@ -63,7 +66,7 @@ class Harness:
         self.scenarios = {s.name: s for s in self.workshop.scenarios()}
 
     def warm(self, names: list[str]) -> None:
-        """Import here what the commands import, so that no child has to."""
+        """Do here what children would each do again: imports, and tables made at first use."""
         for name in names:
             self._renew(None)
             said = self._child(_with_modules(self.scenarios[name].run), check=True).printed
@@ -71,6 +74,10 @@ class Harness:
             for line in modules:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(line.removeprefix("module "))
+        transformers.utils.logging.disable_progress_bar()  # it has a thread
+        load_plain(str(self.workshop.base))
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads == 1, f"{threads} threads: a fork has one of them, and waits for the others"
         gc.freeze()
 
     def examine(self, name: str, choose: Callable[[list[Trial]], list[Trial]]) -> Result:

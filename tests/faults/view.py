@@ -11,6 +11,8 @@ from depthroute.train.run_directory import RunDirectory
 
 CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
 """Nobody can repeat these."""
+OF_STATE = {"lines", "sha256"}
+"""A checkpoint counts the lines of ``metrics.jsonl``, of which a resumed run has more."""
 View = dict[str, Any]
 
 
@@ -39,9 +41,11 @@ def _content(path: Path) -> Any:
     if path.is_dir():
         return "folder"
     if path.name == "metrics.jsonl":
-        return [_without_clocks(r) for r in _records(path) if r["event"] != "resumed"]
+        return [_without(CLOCKS, r) for r in _records(path) if r["event"] != "resumed"]
+    if path.name == "state.json":
+        return _without(CLOCKS | OF_STATE, _parsed(path))
     if path.suffix == ".json":
-        return _without_clocks(_parsed(path))
+        return _without(CLOCKS, _parsed(path))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -59,11 +63,11 @@ def _parsed(file: Path) -> Any:
         return f"damaged: {error}"
 
 
-def _without_clocks(value: Any) -> Any:
+def _without(names: set[str], value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_clocks(v) for k, v in value.items() if k not in CLOCKS}
+        return {k: _without(names, v) for k, v in value.items() if k not in names}
     if isinstance(value, list):
-        return [_without_clocks(item) for item in value]
+        return [_without(names, item) for item in value]
     return value
 
 
