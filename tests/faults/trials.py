@@ -24,6 +24,7 @@ from tests.faults.scenarios import Scenario, Workshop, write_and_return
 from tests.faults.view import View, differences, part, view
 
 KILLS = (Fault.KILL_BEFORE, Fault.KILL_AFTER, Fault.KILL_TORN)
+LONGEST = 4
 PATIENCE = 60
 """Seconds after which a child counts as hung."""
 
@@ -93,22 +94,26 @@ class Harness:
         if counts["mappings"]:
             result.failures.append(f"{counts['mappings']} files are written through a mapping")
         for trial in choose(trials(ending)):
-            result.tried[trial.fault.name] = result.tried.get(trial.fault.name, 0) + 1
             self._renew(earlier)
-            for reason in self._try(scenario, trial, before, after):
+            for reason in self._try(scenario, trial, before, after, result.tried):
                 result.failures.append(f"{trial.describe(ending)}: {reason}")
         return result
 
-    def _try(self, scenario: Scenario, trial: Trial, before: View, after: View) -> Iterator[str]:
-        disturbed = self._child(scenario.run, trial.fault, trial.number)
-        if trial.fault in KILLS and not disturbed.was_killed:
-            yield f"was not killed: status {disturbed.status}"
-        if trial.fault is Fault.FULL_DISK:
-            yield from _complaint(disturbed)
-        now = part(view(self.workshop.trial), scenario.whole)
+    def _try(
+        self, scenario: Scenario, trial: Trial, before: View, after: View, tried: dict[str, int]
+    ) -> Iterator[str]:
         old, new = part(before, scenario.whole), part(after, scenario.whole)
-        if now not in (old, new):
-            yield f"{scenario.whole} is neither old nor new: {differences(new, now)[:3]}"
+        for place, (fault, number) in enumerate(trial.faults):
+            disturbed = self._child(scenario.run, fault, number)
+            is_reached = disturbed.was_killed or disturbed.counts.get("writes", 0) >= number
+            tried[fault.name] = tried.get(fault.name, 0) + is_reached
+            if place == 0 and not is_reached:
+                yield f"it was not reached: status {disturbed.status}"
+            if fault is Fault.FULL_DISK and is_reached:
+                yield from _complaint(disturbed)
+            now = part(view(self.workshop.trial), scenario.whole)
+            if now not in (old, new):
+                yield f"{scenario.whole} is neither old nor new: {differences(new, now)[:3]}"
         again = self._child(scenario.run)
         if again.status != 0:
             yield f"again: status {again.status}: {_last_line(again.printed)}"
@@ -181,42 +186,51 @@ class Harness:
 
 @dataclass(frozen=True)
 class Trial:
-    fault: Fault
-    number: int
-    """The operation; of a full disk, the write."""
+    """A run with each of these faults in turn, before one without."""
+
+    faults: tuple[tuple[Fault, int], ...]
+    """With the number of the operation; of a full disk, that of the write."""
 
     def describe(self, undisturbed: Ending) -> str:
-        if self.fault is Fault.FULL_DISK:
-            return f"disk full from write {self.number}"
-        operation = undisturbed.log[self.number - 1]
-        return f"{self.fault.name} operation {self.number} ({operation})"
+        words = []
+        for fault, number in self.faults:
+            where = "" if fault is Fault.FULL_DISK else f" ({undisturbed.log[number - 1]})"
+            words.append(f"{fault.name} {number}{where}")
+        return ", then ".join(words)
 
 
 def trials(undisturbed: Ending) -> list[Trial]:
+    """Every fault that there can be, one at a time."""
     found = []
     for number, line in enumerate(undisturbed.log, 1):
-        found += [Trial(Fault.KILL_BEFORE, number), Trial(Fault.KILL_AFTER, number)]
-        if line.split()[0] in WITH_BYTES:
-            found.append(Trial(Fault.KILL_TORN, number))
+        is_torn = line.split()[0] in WITH_BYTES
+        found += [(fault, number) for fault in (KILLS if is_torn else KILLS[:2])]
     writes = range(1, undisturbed.counts["writes"] + 1)
-    return found + [Trial(Fault.FULL_DISK, number) for number in writes]
+    found += [(Fault.FULL_DISK, number) for number in writes]
+    return [Trial((fault,)) for fault in found]
 
 
-def sample(kills: int, full_disks: int, seed: int) -> Callable[[list[Trial]], list[Trial]]:
-    """So many of each, and the same whenever it is asked."""
+def choice(
+    kills: int | None, full_disks: int | None, chains: int, seed: int
+) -> Callable[[list[Trial]], list[Trial]]:
+    """So many of each, None being all, and the same whenever it is asked.
+
+    A chain is up to ``LONGEST`` faults: the run that goes on is disturbed too.
+    """
 
     def choose(found: list[Trial]) -> list[Trial]:
         draw = random.Random(seed)
-        killing = [t for t in found if t.fault in KILLS]
-        filling = [t for t in found if t.fault is Fault.FULL_DISK]
-        chosen = draw.sample(killing, min(kills, len(killing)))
-        return chosen + draw.sample(filling, min(full_disks, len(filling)))
+        filling = [t for t in found if t.faults[0][0] is Fault.FULL_DISK]
+        killing = [t for t in found if t not in filling]
+        chosen = []
+        for pool, count in ((killing, kills), (filling, full_disks)):
+            chosen += pool if count is None else draw.sample(pool, min(count, len(pool)))
+        for _ in range(chains):
+            links = draw.sample(found, draw.randint(2, LONGEST))
+            chosen.append(Trial(tuple(fault for link in links for fault in link.faults)))
+        return chosen
 
     return choose
-
-
-def everything(found: list[Trial]) -> list[Trial]:
-    return found
 
 
 def as_json(result: Result) -> str:
