@@ -43,6 +43,10 @@ class Workshop:
         return self.folder / "base"
 
     @property
+    def routed(self) -> Path:
+        return self.folder / "routed"
+
+    @property
     def tokens(self) -> Path:
         return self.folder / "tokens"
 
@@ -51,10 +55,12 @@ class Workshop:
         return self.folder / "text.jsonl"
 
     def furnish(self) -> None:
-        """Text, its tokens, and a plain checkpoint with a tokenizer. Called in a child."""
+        """Text, its tokens, and checkpoints, plain and routed. Called in a child."""
         import torch
         from transformers import LlamaForCausalLM
 
+        import depthroute as dr
+        from depthroute.models.command import load_plain
         from depthroute.train.documents import open_corpus
         from depthroute.train.tokenise import choose_vocabulary, prepare
 
@@ -64,6 +70,9 @@ class Workshop:
         config = llama_config(layers=2, vocab_size=320, hidden_size=16, intermediate_size=32)
         trained_like(LlamaForCausalLM(config)).save_pretrained(self.base)
         byte_tokenizer().save_pretrained(self.base)
+        routed = dr.convert(load_plain(str(self.base)), dr.RoutingConfig("delta"))
+        routed.save_pretrained(self.routed)
+        byte_tokenizer().save_pretrained(self.routed)
         corpus = open_corpus(str(self.text))
         vocabulary = choose_vocabulary(str(self.base), corpus, self.folder / "cache")
         made = prepare(corpus, vocabulary, cache=self.folder / "cache", held_out=20.0)
@@ -73,6 +82,7 @@ class Workshop:
         out = str(self.trial / "out")
         shape = [word for setting in SMALL for word in ("--model", setting)]
         train = ["train", "--data", self.text, "--cache", self.trial / "cache", "--out", out]
+        train += ["--tokenizer", "train:270"]
         train += ["--method", "delta", "--steps", "5", "--set", "save_every=2"]
         train += ["--set", "validate_every=2", "--set", "keep_last=1", *shape, *COMMON]
         # a rate at which the model gets worse: the best checkpoint is not among the newest
@@ -100,6 +110,7 @@ class Workshop:
                 command(*adapter, "delta"),
                 self._with_others(command(*adapter, "attnres")),
             ),
+            Scenario("revert", command("revert", self.routed, "--out", out)),
             Scenario(
                 "save_pretrained over an older model",
                 self._save("delta", max_shard_size="8KB"),

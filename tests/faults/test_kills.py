@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TERM": "dumb"}
 APART = {"HF_HUB_OFFLINE": "1", "DEPTHROUTE_COMMIT": "tests"}
 """No other process and no network: children must be alone, and fast."""
-COMMANDS = ("train", "finetune", "compare", "convert", "save_pretrained")
+COMMANDS = ("train", "finetune", "compare", "convert", "revert", "save_pretrained")
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

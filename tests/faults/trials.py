@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -77,8 +78,7 @@ class Harness:
                     importlib.import_module(line.removeprefix("module "))
         transformers.utils.logging.disable_progress_bar()  # it has a thread
         load_plain(str(self.workshop.base))
-        threads = len(os.listdir("/proc/self/task"))
-        assert threads == 1, f"{threads} threads: a fork has one of them, and waits for the others"
+        _be_alone()
         gc.freeze()
 
     def examine(self, name: str, choose: Callable[[list[Trial]], list[Trial]]) -> Result:
@@ -245,6 +245,14 @@ def _with_modules(run: Callable[[], None]) -> Callable[[], None]:
             print(f"\nmodule {name}")
 
     return run_and_tell
+
+
+def _be_alone() -> None:
+    """A fork has one thread, and waits for ever for what another had in hand."""
+    deadline = time.monotonic() + PATIENCE
+    while (threads := len(os.listdir("/proc/self/task"))) > 1:  # some are about to end
+        assert time.monotonic() < deadline, f"{threads} threads in the process that is to fork"
+        time.sleep(0.01)
 
 
 def _kinds(log: tuple[str, ...]) -> dict[str, int]:
