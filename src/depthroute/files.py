@@ -18,6 +18,7 @@ import secrets
 import shutil
 import socket
 import stat
+import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -119,6 +120,21 @@ def point(link: Path, name: str) -> None:
         raise
 
 
+def own_folder(path: Path) -> Path:
+    """``path``, where nobody else can put files; another if somebody else has made it.
+
+    For what is trusted when it is found again, in a folder that everybody can write.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(0o700, parents=True)
+    found = path.stat(follow_symlinks=False)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+    if found.st_mode & 0o022:
+        path.chmod(stat.S_IMODE(found.st_mode) & ~0o022)
+    return path
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
@@ -153,8 +169,8 @@ def replacing(
     """A folder to write into that takes the place of ``path`` at once when the block ends.
 
     What the old folder holds and the new one does not is kept, but for the names that
-    ``superseded(old, new)`` gives; it may also refuse by raising. Modes are kept. If the block fails
-    or the process dies, ``path`` is as it was; while it runs, no other process can write there.
+    ``superseded(old, new)`` gives; it may also refuse by raising. Modes are kept. If the block
+    fails or the process dies, ``path`` is as it was; meanwhile no other process can write there.
     """
     target = destination(path)
     _refuse_irreplaceable(target)

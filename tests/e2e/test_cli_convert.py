@@ -103,3 +103,37 @@ def test_other_folders_are_named_for_what_they_are(base, tmp_path, depthroute):
     depthroute("convert", "--base", str(base), "--out", routed)
     assert "already routed" in depthroute("convert", "--base", routed, *out)[2]
     assert "holds a plain 'llama' model" in depthroute("revert", str(base), *out)[2]
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.mark.parametrize("arguments", [(), ("--adapter-only",)])
+def test_converting_a_folder_into_itself_loses_nothing(base, depthroute, arguments):
+    before = contents(base)
+    status, _, error = depthroute("convert", "--base", str(base), "--out", str(base), *arguments)
+    assert status == 2
+    assert error.count("\n") == 1 and "would be lost; give another folder" in error
+    assert contents(base) == before
+
+
+def test_reverting_onto_an_adapter_a_plain_model_or_itself(base, tmp_path, depthroute):
+    routed, adapter, plain = (tmp_path / name for name in ("routed", "adapter", "plain"))
+    assert depthroute("convert", "--base", str(base), "--out", str(routed))[0] == 0
+    command = ("convert", "--base", str(base), "--out", str(adapter), "--adapter-only")
+    assert depthroute(*command)[0] == 0
+    assert depthroute("revert", str(routed), "--out", str(adapter))[0] == 0
+    assert not (adapter / "routing_config.json").exists()
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (adapter, base))
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    for _ in range(2):  # the same again loses nothing
+        assert depthroute("revert", str(routed), "--out", str(plain))[0] == 0
+    (plain / "model.safetensors").write_bytes(b"somebody's own")
+    status, _, error = depthroute("revert", str(routed), "--out", str(plain))
+    assert status == 2 and "it holds a model that is not a routed one (model.safetensors)" in error
+    assert (plain / "model.safetensors").read_bytes() == b"somebody's own"
+    before = contents(routed)
+    status, _, error = depthroute("revert", str(routed), "--out", str(routed))
+    assert status == 2 and "is read from there" in error
+    assert contents(routed) == before

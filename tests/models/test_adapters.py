@@ -78,7 +78,7 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("depthroute.files.sync", full_disk)
-    with pytest.raises(dr.CheckpointError, match="cannot save to .*: No space left"):
+    with pytest.raises(dr.CheckpointError, match=r"cannot save to .*: No space left"):
         routed_model("delta", seed=2).save_pretrained(tmp_path / "m")
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
     loaded = dr.from_pretrained(tmp_path / "m").eval()

@@ -1,7 +1,9 @@
 """Checkpoints: bit for bit, through the ecosystem's own doors."""
 
 import json
+import os
 import pickle
+import stat
 import subprocess
 import sys
 
@@ -10,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthroute as dr
-from tests.support import METHODS, plain_model, routed_model, tokens
+from tests.checkpoints import save
+from tests.support import METHODS, disturb_routing, plain_model, routed_model, tokens
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -115,3 +118,106 @@ def test_hidden_states_are_the_residual_states():
             assert (a - b).abs().max() < 1e-4
     as_tuple = routed(tokens(), output_hidden_states=True, return_dict=False)
     assert all(isinstance(h, torch.Tensor) for h in as_tuple[-1])
+
+
+def contents(folder):
+    """Every file's bytes, and nothing else may be there."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.fixture
+def base(tmp_path):
+    """A stranger's model, with files that only look like weights."""
+    save(tmp_path / "base", None)
+    (tmp_path / "base" / "pytorch_model_notes.bin.txt").write_text("notes")
+    return tmp_path / "base"
+
+
+def converted(base, seed=0):
+    plain = AutoModelForCausalLM.from_pretrained(base).eval()
+    return disturb_routing(dr.convert(plain, dr.RoutingConfig("delta", num_blocks=3)), seed=seed)
+
+
+def test_a_full_save_over_an_adapter_is_what_is_loaded(base, tmp_path):
+    adapter, full = converted(base, 1), converted(base, 2)
+    adapter.save_pretrained(tmp_path / "m", adapter_only=True)
+    full.save_pretrained(tmp_path / "m")
+    assert not [p for p in (tmp_path / "m").iterdir() if p.name.startswith("routing")]
+    loaded = dr.from_pretrained(tmp_path / "m").eval()
+    assert torch.equal(loaded(tokens()).logits, full(tokens()).logits)
+
+
+@pytest.mark.parametrize("adapter_only", [True, False])
+def test_a_model_that_others_wrote_is_never_lost(base, adapter_only):
+    before = contents(base)
+    with pytest.raises(dr.CheckpointError, match=r"cannot save to .*lost; give another folder"):
+        converted(base).save_pretrained(base, adapter_only=adapter_only)
+    assert contents(base) == before
+    assert [p.name for p in base.parent.iterdir()] == ["base"]
+
+
+def test_our_own_whole_model_is_not_lost_to_an_adapter(base, tmp_path):
+    converted(base).save_pretrained(tmp_path / "m")
+    before = contents(tmp_path / "m")
+    with pytest.raises(dr.CheckpointError, match="it holds the weights of a whole model"):
+        converted(base).save_pretrained(tmp_path / "m", adapter_only=True)
+    assert contents(tmp_path / "m") == before
+
+
+def test_saving_again_removes_our_shards_and_nobody_elses_files(base, tmp_path):
+    folder = tmp_path / "m"
+    converted(base).save_pretrained(folder, max_shard_size="20KB")
+    own = {
+        "pytorch_model_notes.bin.txt": "a",
+        "model_card.safetensors.md": "b",
+        "model-final.safetensors": "c",
+        "tokenizer.json": "d",
+    }
+    for name, text in own.items():
+        (folder / name).write_text(text)
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "model.safetensors").write_text("e")
+    converted(base).save_pretrained(folder)
+    written = {"config.json", "generation_config.json", "model.safetensors", "checkpoint-500"}
+    assert {p.name for p in folder.iterdir()} == written | own.keys()
+    assert {name: (folder / name).read_text() for name in own} == own
+    assert (folder / "checkpoint-500" / "model.safetensors").read_text() == "e"
+
+
+def test_a_routing_configuration_that_others_wrote_is_kept(base, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "routing_config.json").write_text('{"routes": []}')
+    for adapter_only in (True, False):
+        with pytest.raises(dr.CheckpointError, match=r"did not write \(routing_config.json\)"):
+            converted(base).save_pretrained(tmp_path / "m", adapter_only=adapter_only)
+    assert [p.name for p in (tmp_path / "m").iterdir()] == ["routing_config.json"]
+
+
+def test_a_save_follows_links_and_widens_no_permission(base, tmp_path):
+    private = tmp_path / "private"
+    private.mkdir(0o700)
+    (tmp_path / "link").symlink_to("private")
+    for _ in range(2):
+        converted(base).save_pretrained(tmp_path / "link")
+        assert os.readlink(tmp_path / "link") == "private"
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    dr.from_pretrained(tmp_path / "link")
+
+
+@pytest.mark.parametrize("folder", [".", "..", "/", ""])
+def test_a_folder_that_cannot_be_meant_gives_one_clear_error(base, tmp_path, monkeypatch, folder):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(dr.CheckpointError, match=r"cannot save to .*give a"):
+        converted(base).save_pretrained(folder)
+    assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_a_second_save_into_the_same_folder_is_told_of_the_first(base, tmp_path):
+    from depthroute.models import saving
+
+    with saving.replacing(tmp_path / "m") as first:
+        with pytest.raises(dr.CheckpointError, match=rf"process {os.getpid()} is writing there"):
+            converted(base).save_pretrained(tmp_path / "m")
+        converted(base).write_into(first)
+    dr.from_pretrained(tmp_path / "m")

@@ -3,11 +3,16 @@
 import json
 import os
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.training import SETTINGS, build, words
 
 import depthroute as dr
@@ -107,7 +112,7 @@ def test_state_names_format_step_data_position_and_random_state(tmp_path):
     run()
     assert run.checkpoints.steps() == [5, 10, 15, 20]
     state = json.loads((run.checkpoints.path(10) / "state.json").read_text())
-    assert (state["format"], state["step"], state["seed"]) == (1, 10, 0)
+    assert (state["format"], state["step"], state["seed"]) == (2, 10, 0)
     assert state["data_position"] == {"epoch": 0, "sequence": 40}
     assert len(state["random"]) == 1
     assert run.data.position(100) == {"epoch": 1, "sequence": 400 - run.data.num_sequences}
@@ -129,7 +134,7 @@ def test_a_half_written_checkpoint_is_never_resumed_from(tmp_path):
     """As kill -9 in the middle of a save leaves it."""
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
     checkpoints.save(trainer, {})
-    half = tmp_path / ".saving_step_00000007"
+    half = tmp_path / ".step_00000007.depthroute-0123456789ab"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
     assert checkpoints.steps() == [0]
@@ -188,10 +193,10 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot resume .* of another model"):
         checkpoints.load(Trainer(build("standard"), LONG), 0)
     (path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match=r"cannot resume from .*step_00000000"):
+    with pytest.raises(CheckpointError, match=r"step_00000000 is damaged: model.safetensors does"):
         checkpoints.load(trainer, 0)
     (path / "state.json").write_text('{"format": 7, "depthroute": "9.0"}')
-    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1.*9\.0"):
+    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1 and 2.*9\.0"):
         checkpoints.load(trainer, 0)
 
 
@@ -260,3 +265,180 @@ def test_a_skipped_step_is_recorded_with_its_reason_and_is_on_no_curve(tmp_path)
     assert record["step"] == 4 and f"first in parameter {name}" in record["reason"]
     assert len(losses(run.run)) == 19
     assert "NaN" not in run.run.metrics.read_text()
+
+
+def flip_a_bit(file):
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+
+
+def drop_a_moment(file):
+    tensors = load_file(file)
+    tensors.pop(next(key for key in tensors if key.endswith("exp_avg")))
+    save_file(tensors, file)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def change_the_step(file):
+    file.write_text(file.read_text().replace('"step": 10', '"step": 11'))
+
+
+DAMAGES = {
+    "a flipped bit in the weights": ("model.safetensors", flip_a_bit),
+    "a flipped bit in the optimiser": ("optimizer.safetensors", flip_a_bit),
+    "a lost tensor": ("optimizer.safetensors", drop_a_moment),
+    "a cut file": ("model.safetensors", cut),
+    "a lost file": ("optimizer.safetensors", Path.unlink),
+    "another state": ("state.json", change_the_step),
+    "a cut state": ("state.json", cut),
+    "no state": ("state.json", Path.unlink),
+    "nothing but a word": ("state.json", lambda file: file.write_text("null")),
+}
+TEN = replace(LONG, steps=10, save_every=5)
+
+
+@pytest.fixture(scope="module")
+def ten_steps(tmp_path_factory):
+    """A run of 10 steps with checkpoints of 5 and 10."""
+    run = fit(tmp_path_factory.mktemp("whole") / "run", TEN)
+    run()
+    run.run.close()
+    return run
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(
+    tmp_path, ten_steps, damage
+):
+    path = tmp_path / "run"
+    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    name, spoil = DAMAGES[damage]
+    spoil(path / "checkpoints" / "step_00000010" / name)
+    again, notes = fit(path, TEN), []
+    assert again.resume(notes.append) == 5
+    assert len(notes) == 1 and "skipped: " in notes[0] and "step_00000010" in notes[0]
+    again()
+    assert losses(again.run) == losses(ten_steps.run)
+    expected = parameters(ten_steps.trainer)
+    assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
+    assert again.checkpoints.steps() == [5, 10]
+    assert fit(path, TEN).resume(pytest.fail) == 10  # written again
+
+
+def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
+    path = tmp_path / "run"
+    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    for step in (5, 10):
+        flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is good.*00010 .*checksum.*00005"):
+        fit(path, TEN).resume()
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_a_checkpoint_without_checksums_is_taken_but_for_what_is_missing(tmp_path, ten_steps):
+    path = tmp_path / "run"
+    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    for step in (5, 10):
+        file = path / "checkpoints" / f"step_{step:08d}" / "state.json"
+        state = json.loads(file.read_text())
+        for name in ("files", "sha256", "lines"):
+            del state[name]
+        file.write_text(json.dumps(state | {"format": 1}))
+    assert fit(path, TEN).resume(pytest.fail) == 10
+    drop_a_moment(path / "checkpoints" / "step_00000010" / "optimizer.safetensors")
+    notes = []
+    assert fit(path, TEN).resume(notes.append) == 5
+    assert "exp_avg is missing from the optimiser's state" in notes[0]
+    tensors = load_file(path / "checkpoints" / "step_00000005" / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:1].clone()  # would be broadcast
+    save_file(tensors, path / "checkpoints" / "step_00000005" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"norm.weight is .* of shape \(1,\)"):
+        fit(path, TEN).resume()
+
+
+def test_other_names_beside_checkpoints_are_left_alone(tmp_path, ten_steps):
+    path = tmp_path / "run"
+    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    others = ["step_abc", "step_5", "step_00000007.bak", "step_-0000001"]
+    for name in others:
+        (path / "checkpoints" / name).mkdir()
+        (path / "checkpoints" / name / "state.json").write_text("{}")
+    again = fit(path, TEN)
+    assert again.resume(pytest.fail) == 10
+    assert all((path / "checkpoints" / name / "state.json").exists() for name in others)
+
+
+def test_a_run_killed_before_its_first_checkpoint_records_nothing_twice(tmp_path):
+    def die(result):
+        if result.step == 2:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        fit(tmp_path / "run", on_step=die)()
+    again = fit(tmp_path / "run")
+    assert again.resume() is None
+    again()
+    events = [r["event"] for r in again.run.records()]
+    assert events.count("start") == 1 and events.count("step") == 20
+
+
+def test_a_line_that_is_no_record_is_named_and_one_being_written_is_not_read(tmp_path):
+    run = RunDirectory.create(tmp_path / "run")
+    run.append({"event": "start"})
+    with run.metrics.open("a") as handle:
+        handle.write('{"event": "st')
+    assert [r["event"] for r in run.records()] == ["start"]
+    for line in ("nonsense", "[]", "{}", '"event"', "[" * 100_000):
+        run.metrics.write_text(f'{{"event": "start"}}\n{line}\n')
+        with pytest.raises(RunError, match=r"line 2 of .*metrics.jsonl is no record"):
+            list(run.records())
+
+
+def test_a_link_in_a_run_directory_is_never_written_through(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / "metrics.jsonl").symlink_to(tmp_path / "absent")
+    with pytest.raises(RunError, match=r"cannot write to .*symbolic links"):
+        RunDirectory.create(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    run = RunDirectory.create(tmp_path / "run")
+    (tmp_path / "run" / ".summary.json.tmp").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / "summary.json").symlink_to(tmp_path / "precious")
+    run.write_json("summary.json", {"steps": 1})
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_run_directory_is_one_process_s(tmp_path):
+    script = (
+        "import sys; from depthroute.train.run_directory import RunDirectory, RunError\n"
+        "try: getattr(RunDirectory, sys.argv[1])(sys.argv[2])\n"
+        "except RunError as error: print(error)"
+    )
+
+    def other(how):
+        command = [sys.executable, "-c", script, how, str(tmp_path / "run")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    run = RunDirectory.create(tmp_path / "run")
+    for how in ("create", "reopen"):
+        assert f"process {os.getpid()} is writing there" in other(how)
+    RunDirectory.reopen(tmp_path / "run").close()
+    run.close()
+    assert other("create") == other("reopen") == ""
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_directory_is_made_where_its_link_leads_and_keeps_its_mode(tmp_path):
+    (tmp_path / "private").mkdir(0o700)
+    for name, target in {"link": "private", "dangling": "new"}.items():
+        (tmp_path / name).symlink_to(target)
+        RunDirectory.create(tmp_path / name).close()
+        assert os.readlink(tmp_path / name) == target
+        assert (tmp_path / target / "metrics.jsonl").exists()
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700

@@ -120,7 +120,7 @@ def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path, corpus):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"cannot write .*Not a directory.* with --cache"):
         choose_vocabulary("train:300", corpus, tmp_path / "file")
-    with pytest.raises(dr.DepthrouteError, match=r"cannot save to .*Not a directory"):
+    with pytest.raises(dr.DepthrouteError, match=r"cannot write .*Not a directory.* with --cache"):
         prepare(corpus, as_bytes(), cache=tmp_path / "file")
 
 

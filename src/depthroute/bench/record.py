@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from depthroute import files
 from depthroute.errors import DepthrouteError
 from depthroute.train import environment
 
@@ -60,15 +60,12 @@ class Record:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Under another name first: a reader sees the old file or the whole new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A reader sees the old file or the whole new one."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(temporary, path)
+        files.write_named(path, json.dumps(values, indent=1) + "\n")
     except OSError as error:
         raise DepthrouteError(
-            f"cannot write --out {str(path)!r}: {error.strerror}; give a writable file"
+            f"cannot write --out {str(path)!r}: {files.reason(error)}; give a writable file"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,11 +143,12 @@ def _run_comparison(
     from depthroute.train.resuming import open_run
 
     run, is_resumed = open_run(out, resume=resume)
+    notes = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     if precompile:
         from depthroute.train.precompile import precompile as compile_ahead
 
         compile_ahead(comparison, precompile, _notes().print)
-    with progress_bar(Console(stderr=True)) as bar:
+    with closing(run), progress_bar(Console(stderr=True)) as bar:
         # rounds, not steps: with equal time methods take different numbers of steps
         task = bar.add_task("starting", total=len(comparison.seeds), loss="-", rate="-")
 
@@ -167,5 +169,6 @@ def _run_comparison(
             sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
             look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,
+            note=notes.print,
         )
     return run, summary

@@ -107,7 +107,10 @@ class Watching:
     def watch(self) -> Any:
         from depthroute.train.launch import Watch
 
-        return Watch(self._prepared, self._started, self._stepped, self.console.print)
+        def note(text: str) -> None:
+            self.console.print(text, markup=False)  # a path may hold brackets
+
+        return Watch(self._prepared, self._started, self._stepped, note)
 
     def _prepared(self, progress: Any) -> None:
         if self.task is None:

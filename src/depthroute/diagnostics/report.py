@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.diagnostics.figures import figures, palette
 from depthroute.diagnostics.report_data import ReportError, collect
 from depthroute.diagnostics.svg import Figure, count_text
@@ -66,10 +67,9 @@ def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict
     drawn = figures(data)
     page = render(data, drawn, title or _title(data))
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
+        files.write_named(out, page)
     except OSError as error:
-        raise ReportError(f"cannot write {str(out)!r}: {error.strerror}") from error
+        raise ReportError(f"cannot write {str(out)!r}: {files.reason(error)}") from error
     return data
 
 
@@ -77,13 +77,14 @@ def write_figures(paths: list[Path], folder: Path) -> list[Path]:
     """Every figure of the report as an SVG file."""
     written = []
     try:
+        folder = files.destination(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for figure in figures(collect(paths)):
             path = folder / f"{figure.name}.svg"
-            path.write_text(figure.svg, encoding="utf-8")
+            files.write_text(path, figure.svg)
             written.append(path)
     except OSError as error:
-        raise ReportError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+        raise ReportError(f"cannot write to {str(folder)!r}: {files.reason(error)}") from error
     return written
 
 

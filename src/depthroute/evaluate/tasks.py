@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.evaluate.local_tasks import TASKS, write_definitions
 
@@ -97,19 +98,23 @@ def run_tasks(
 
 def write_samples(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """The harness's items: what each answer scored, which is right, and whether it was chosen."""
-    with path.open("w", encoding="utf-8") as file:
-        for task, items in found.items():
-            for item in sorted(items, key=lambda item: item["doc_id"]):
-                answers = [answer for (answer,) in item["resps"]]  # one try a request
-                row = {
-                    "task": task,
-                    "item": item["doc_id"],
-                    "target": item["target"],
-                    "log_likelihoods": [float(value) for value, _ in answers],
-                    "is_greedy": [bool(greedy) for _, greedy in answers],
-                }
-                row |= {metric: item[metric] for metric in _METRICS if metric in item}
-                file.write(json.dumps(row, default=float) + "\n")
+    lines = []
+    for task, items in found.items():
+        for item in sorted(items, key=lambda item: item["doc_id"]):
+            answers = [answer for (answer,) in item["resps"]]  # one try a request
+            row = {
+                "task": task,
+                "item": item["doc_id"],
+                "target": item["target"],
+                "log_likelihoods": [float(value) for value, _ in answers],
+                "is_greedy": [bool(greedy) for _, greedy in answers],
+            }
+            row |= {metric: item[metric] for metric in _METRICS if metric in item}
+            lines.append(json.dumps(row, default=float) + "\n")
+    try:
+        files.write_named(path, "".join(lines))
+    except OSError as error:
+        raise DepthrouteError(f"cannot write {str(path)!r}: {files.reason(error)}") from error
 
 
 def harness_folder() -> Path:

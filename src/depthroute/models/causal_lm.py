@@ -75,7 +75,8 @@ class RoutedCausalLM(_Base):
         """Write configuration and weights, or with ``adapter_only`` the routing alone.
 
         The folder changes at once when everything is written; an interrupted save leaves what was
-        there, and a model that this library did not write is never replaced. Other arguments are those of ``PreTrainedModel.save_pretrained``.
+        there, and a model that this library did not write is never replaced. Other arguments are
+        those of ``PreTrainedModel.save_pretrained``.
         """
         if not is_main_process:
             return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)

@@ -27,7 +27,7 @@ _WEIGHTS = re.compile(
     r"(?:model|pytorch_model)(?:\.(?P<one>[\w-]+?))?(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
     r"|(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(?P<many>[\w-]+))?\.json"
 )
-"""Every name transformers gives to weights; one that goes on (``....bin.txt``) is somebody's own."""
+"""Every name transformers gives to weights; ``pytorch_model.bin.txt`` is somebody's own file."""
 
 
 @contextlib.contextmanager

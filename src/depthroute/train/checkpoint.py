@@ -10,11 +10,10 @@ A model sharded by FSDP2 is written by every rank through ``torch.distributed.ch
 from __future__ import annotations
 
 import base64
-import json
-import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from depthroute._version import __version__
+from depthroute import files
 from depthroute.errors import CheckpointError
 from depthroute.parallel.sharded import load_sharded, save_sharded
 from depthroute.parallel.world import World
 from depthroute.parallel.wrap import is_sharded
 from depthroute.train.loop import Trainer
+from depthroute.train.seal import DamagedError, damage, digests, read_state, seal
 
-FORMAT = 1
-_PREFIX, _TEMPORARY = "step_", ".saving_"
 FAILURES = (OSError, SafetensorError, CheckpointException)
+UNREADABLE = (*FAILURES, KeyError, TypeError, ValueError, RuntimeError)
+"""What reading a damaged file can end in."""
+_NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass
@@ -46,13 +47,19 @@ class Checkpoints:
     best: dict[str, Any] | None = field(default=None)
     """Step and loss of the best validation so far."""
 
+    skipped: set[int] = field(default_factory=set)
+    """Steps of damaged checkpoints, which are written again when they are reached again."""
+
     def steps(self) -> list[int]:
-        """Of every whole checkpoint, oldest first."""
-        found = self.folder.glob(f"{_PREFIX}*/state.json")
-        return sorted(int(f.parent.name.removeprefix(_PREFIX)) for f in found)
+        """Of every checkpoint, oldest first. Other names in the folder are somebody else's."""
+        if not self.folder.is_dir():
+            return []
+        names = map(_NAME.fullmatch, (item.name for item in self.folder.iterdir()))
+        steps = {int(match[1]) for match in names if match}
+        return sorted(step for step in steps if self.path(step).is_dir())
 
     def path(self, step: int) -> Path:
-        return self.folder / f"{_PREFIX}{step:08d}"
+        return self.folder / f"step_{step:08d}"
 
     def save(self, trainer: Trainer, state: dict[str, Any], loss: float | None = None) -> Path:
         """The trainer as it stands, with ``state`` beside it; ``loss`` is a validation of it.
@@ -60,29 +67,38 @@ class Checkpoints:
         Called by every rank; the first one names and prunes. A step that is saved already is left
         as it is: a run that reaches it again has the same parameters.
         """
-        world, target = trainer.world, self.path(trainer.completed)
-        if world.max(float(target.exists())):
+        world, step = trainer.world, trainer.completed
+        target = self.path(step)
+        if world.max(float(target.exists() and step not in self.skipped)):
             return target
-        temporary = self.folder / f"{_TEMPORARY}{target.name}"
+        temporary = self.folder / world.gather(files.unfinished_name(target.name))[0]
         if loss is not None and (self.best is None or loss < self.best["loss"]):
-            self.best = {"step": trainer.completed, "loss": loss}
+            self.best = {"step": step, "loss": loss}
         state = state | _state(trainer, loss, self.best)
         with self._writing(world, target, temporary):
             if world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-                    shutil.rmtree(leftover)
+                files.clear(self.folder)
                 temporary.mkdir()
         with self._writing(world, target, temporary):
             if is_sharded(trainer.model):
                 save_sharded(trainer.model, trainer.optimizer, temporary / "sharded")
             elif world.is_main:
                 save_whole(trainer, temporary)
+        checksums: dict[str, str] = {}
+        with self._writing(world, target, temporary):
+            if is_sharded(trainer.model):
+                checksums = digests(temporary, world.rank, world.size)
+            elif world.is_main:
+                checksums = digests(temporary)
+        checksums = {k: v for found in world.gather(checksums) for k, v in found.items()}
         with self._writing(world, target, temporary):
             if world.is_main:
-                write_state(temporary / "state.json", state)
-                sync(temporary)
-                temporary.rename(target)
+                seal(temporary, state, checksums)
+                files.sync(temporary)
+                files.put_in_place(temporary, target)
+                shutil.rmtree(temporary, ignore_errors=True)  # a damaged one that was there
+                self.skipped.discard(step)
                 self._prune()
         return target
 
@@ -101,30 +117,35 @@ class Checkpoints:
     def _explain(self, target: Path, error: BaseException) -> CheckpointError:
         kept = self.steps()
         last = f"the last good checkpoint is {self.path(kept[-1])}" if kept else "none is kept yet"
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         return CheckpointError(
-            f"cannot write the checkpoint {target}: {reason}; {last}. Free some space or make the "
-            "folder writable, then resume with --resume auto"
+            f"cannot write the checkpoint {target}: {files.reason(error)}; {last}. Free some space "
+            "or make the folder writable, then resume with --resume auto"
         )
 
     def _prune(self) -> None:
-        steps = self.steps()
+        steps = [step for step in self.steps() if step not in self.skipped]
         kept = set(steps[-self.keep_last :])
         if self.best is not None and self.best["step"] in steps:
             kept.add(self.best["step"])
-            link = self.folder / ".best"
-            link.unlink(missing_ok=True)
-            link.symlink_to(self.path(self.best["step"]).name)
-            link.replace(self.folder / "best")
-        for step in set(steps) - kept:
-            # renamed first: killed half way, what is left has no name to resume from
-            old = self.path(step).rename(self.folder / f"{_TEMPORARY}old_{step}")
-            shutil.rmtree(old)
+            files.point(self.folder / "best", self.path(self.best["step"]).name)
+        passed = {step for step in self.skipped if step < steps[-1]}
+        for step in set(steps) - kept | passed:
+            files.remove(self.path(step))
+        self.skipped -= passed
+
+    def read(self, step: int, world: World) -> dict[str, Any]:
+        """The state of one checkpoint, which every rank has found to be as it was written."""
+        path = self.path(step)
+        state = read_state(path)
+        found = world.first(damage(path, state, world.rank, world.size))
+        if found:
+            raise DamagedError(f"{path} is damaged: {found}")
+        return state
 
     def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
         """Put ``trainer`` where it was after ``step`` steps; the state that was saved with it."""
         path = self.path(step)
-        state = read_state(path)
+        state = self.read(step, trainer.world)
         sharded = (path / "sharded").is_dir()
         if sharded != is_sharded(trainer.model):
             raise CheckpointError(
@@ -136,35 +157,21 @@ class Checkpoints:
                 load_sharded(trainer.model, trainer.optimizer, path / "sharded")
             else:
                 load_whole(trainer, path)
-        except (*FAILURES, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"cannot resume from {path}: {str(error).splitlines()[0]}; the checkpoint is "
-                "damaged or of another model. Remove that folder to resume from the one before"
+            trainer.completed = state["step"]
+            trainer.recent.clear()
+            trainer.recent.extend(state["recent_losses"])
+            set_random_state(state["random"], trainer.world.rank)
+            self.best = state["best"]
+        except UNREADABLE as error:
+            raise DamagedError(
+                f"cannot resume from {path}: {files.reason(error)}; the checkpoint is damaged or "
+                "of another model"
             ) from error
-        trainer.completed = state["step"]
-        trainer.recent.extend(state["recent_losses"])
-        set_random_state(state["random"], trainer.world.rank)
-        self.best = state["best"]
         return state
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no checkpoint: {error}") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {state.get('format')!r}; this version reads {FORMAT}. "
-            f"Use the depthroute that wrote it ({state.get('depthroute')})"
-        )
-    return state
 
 
 def _state(trainer: Trainer, loss: float | None, best: dict[str, Any] | None) -> dict[str, Any]:
     return {
-        "format": FORMAT,
-        "depthroute": __version__,
         "step": trainer.completed,
         "validation_loss": loss,
         "best": best,
@@ -214,34 +221,44 @@ def load_whole(trainer: Trainer, folder: Path) -> None:
     if set(saved) != set(tensors):
         odd = sorted(set(saved) ^ set(tensors))
         raise KeyError(f"{odd[0]} ({len(odd)} such) is in one of checkpoint and model only")
+    for name, tensor in tensors.items():
+        _must_fit(name, saved[name], tensor)
+    moments = _moments(trainer, folder)
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(saved[name])
-    parameters = dict(trainer.inner.named_parameters())
     trainer.optimizer.state.clear()
+    for parameter, state in moments.items():
+        trainer.optimizer.state[parameter] = state
+
+
+def _moments(trainer: Trainer, folder: Path) -> dict[Tensor, dict[str, Tensor]]:
+    """The optimiser's state of each parameter, which has all of it or, if never trained, none."""
+    parameters = dict(trainer.inner.named_parameters())
+    moments: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
         name, _, moment = key.rpartition("/")
         parameter = parameters[name]
+        if value.ndim or moment != "step":
+            _must_fit(key, value, parameter)
         # the step counter is a scalar and stays where fused AdamW wants it, with its parameter
-        trainer.optimizer.state[parameter][moment] = value.to(parameter.device)
+        moments.setdefault(parameter, {})[moment] = value.to(parameter.device)
+    whole = set().union(*moments.values())
+    for name, parameter in parameters.items():
+        missing = whole - moments[parameter].keys() if parameter in moments else ()
+        if missing:
+            raise KeyError(f"{name}/{min(missing)} is missing from the optimiser's state")
+    return moments
+
+
+def _must_fit(name: str, saved: Tensor, tensor: Tensor) -> None:
+    if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+        raise TypeError(
+            f"{name} is {saved.dtype} of shape {tuple(saved.shape)} in the checkpoint and "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model"
+        )
 
 
 def _kept_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     state = model.state_dict(keep_vars=True)
     return [(name, b) for name, b in model.named_buffers() if name in state]
-
-
-def write_state(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=1) + "\n")
-
-
-def sync(folder: Path) -> None:
-    """On the disk before the name is: a power cut leaves no named checkpoint half written."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-    with suppress(OSError):  # some file systems cannot sync a folder
-        handle = os.open(folder.parent, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)

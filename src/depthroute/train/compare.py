@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ import torch
 from depthroute.errors import ConfigError, unknown
 from depthroute.presets import Preset
 from depthroute.train import environment
-from depthroute.train.checkpoint import read_state
 from depthroute.train.comparison_checkpoint import ComparisonCheckpoints
 from depthroute.train.data import Batch, TokenData, ngram_losses
 from depthroute.train.interrupt import stop_signals
@@ -25,7 +25,7 @@ from depthroute.train.lockstep import Interrupt, Lockstep, Look, Progress, Sharp
 from depthroute.train.methods import Method
 from depthroute.train.pace import EQUAL, Pace
 from depthroute.train.resuming import refuse_another
-from depthroute.train.run_directory import RunDirectory
+from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
 from depthroute.train.summary import summarise
 
@@ -82,22 +82,24 @@ def run_comparison(
     sharpness: Sharpness | None = None,
     look: Look | None = None,
     on_step: Callable[[Progress], None] = lambda progress: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Train, record, and return the summary, which is also written to the run.
 
     SIGTERM and Ctrl-C end training after the step in hand; all is saved, and what was recorded
-    until then is summarised. With ``is_resumed`` the run goes on from its last checkpoint.
+    until then is summarised. With ``is_resumed`` the run goes on from its last good checkpoint;
+    ``note`` hears of others.
     """
     validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
     config = _configure(comparison, run, validation, is_resumed)
-    if is_resumed and summarise(config, run.records())["is_complete"]:
-        return summarise(config, run.records())
     checkpoints = ComparisonCheckpoints(run.path / "checkpoints")
-    state, path = _go_back(run, checkpoints) if is_resumed else (None, None)
+    if is_resumed and _is_finished(config, run, sharpness is not None, look is not None):
+        return _summarise(config, run, checkpoints)
+    state, path = _go_back(run, checkpoints, note) if is_resumed else (None, None)
     traces: list[dict[str, Any]] = []
     first = comparison.seeds[0] if state is None else state["seed"]
     if state is not None and first != comparison.seeds[0] and look is not None:
-        traces = [t for t in run.read_json("traces.json")["traces"] if t["seed"] < first]
+        traces = [t for t in _traces(run) if t["seed"] < first]
     try:
         with stop_signals() as stop:
             for seed in comparison.seeds[comparison.seeds.index(first) :]:
@@ -120,13 +122,51 @@ def run_comparison(
                     traces += lockstep.traces(look)
                     run.write_json("traces.json", {"traces": traces})
                 lockstep.finish(comparison.seeds)
-        checkpoints.remove()
     except (KeyboardInterrupt, Interrupt) as reason:
         number = reason.signal if isinstance(reason, Interrupt) else signal.SIGINT
         run.append({"event": "interrupted", "signal": int(number)})
+    return _summarise(config, run, checkpoints)
+
+
+def _summarise(
+    config: dict[str, Any], run: RunDirectory, checkpoints: ComparisonCheckpoints
+) -> dict[str, Any]:
+    """The summary on disk; only then are a finished comparison's checkpoints of no more use."""
     summary = summarise(config, run.records())
     run.write_json("summary.json", summary)
+    if summary["is_complete"]:
+        checkpoints.remove()
     return summary
+
+
+def _is_finished(
+    config: dict[str, Any], run: RunDirectory, is_sharp: bool, is_looked: bool
+) -> bool:
+    """Trained to the end, and every trained model looked at: a kill may have come between."""
+    records = list(run.records())
+    if not summarise(config, records)["is_complete"]:
+        return False
+    with suppress(RunError):
+        if run.read_json("summary.json").get("is_complete"):
+            return True
+
+    def pairs(found: Iterable[dict[str, Any]]) -> set[tuple[str, int]]:
+        return {(r["method"], r["seed"]) for r in found}
+
+    trained = pairs(r for r in records if r["event"] == "start")
+    trained -= pairs(r for r in records if r["event"] == "diverged")
+    is_measured = trained <= pairs(r for r in records if r["event"] == "routing")
+    return (is_measured or not is_sharp) and (trained <= pairs(_traces(run)) or not is_looked)
+
+
+def _traces(run: RunDirectory) -> list[dict[str, Any]]:
+    """Of the seeds that were finished."""
+    if not (run.path / "traces.json").is_file():
+        return []
+    traces = run.read_json("traces.json").get("traces")
+    if not isinstance(traces, list) or not all(isinstance(t, dict) for t in traces):
+        raise RunError(f"{run.path / 'traces.json'} holds no traces: it is damaged; remove it")
+    return traces
 
 
 def _configure(
@@ -141,10 +181,11 @@ def _configure(
     return config
 
 
-def _go_back(run: RunDirectory, checkpoints: ComparisonCheckpoints) -> tuple[Any, Any]:
-    """The state of the newest checkpoint and where it lies; without one, from the start."""
-    path = checkpoints.newest()
-    state = None if path is None else read_state(path)
+def _go_back(
+    run: RunDirectory, checkpoints: ComparisonCheckpoints, note: Callable[[str], None]
+) -> tuple[Any, Any]:
+    """The state of the newest good checkpoint and where it lies; without one, from the start."""
+    path, state = checkpoints.newest(note) or (None, None)
     run.append({"event": "resumed", "lines": 0 if state is None else state["lines"]})
     return (state, path) if state is not None and state["methods"] else (state, None)
 

@@ -18,6 +18,8 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from depthroute import files
+
 PACKAGE = Path(__file__).resolve().parents[1]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -41,8 +43,8 @@ def use_own_caches() -> str:
     from torch._functorch import config
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    root = Path(tempfile.gettempdir()) / f"depthroute-{_user()}"
     if os.environ.get(CACHE_VARIABLE) in (None, default_cache_dir()):
+        root = files.own_folder(Path(tempfile.gettempdir()) / f"depthroute-{_user()}")
         os.environ[CACHE_VARIABLE] = str(root / source_hash())
     if Path(os.environ[CACHE_VARIABLE]).name == source_hash():
         config.autograd_cache_allow_custom_autograd_functions = True

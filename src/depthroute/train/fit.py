@@ -13,13 +13,15 @@ from typing import Any, Protocol
 import torch
 
 from depthroute.errors import CheckpointError, DepthrouteError
+from depthroute.models import saving
 from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.wrap import is_sharded
-from depthroute.train.checkpoint import Checkpoints, read_state
+from depthroute.train.checkpoint import Checkpoints
 from depthroute.train.data import Batch, TokenData
 from depthroute.train.interrupt import Stop, stop_signals
 from depthroute.train.loop import DivergenceError, StepResult, Trainer
 from depthroute.train.run_directory import RunDirectory
+from depthroute.train.seal import DamagedError, none_good
 
 
 class Sink(Protocol):
@@ -56,23 +58,43 @@ class Fit:
         self.checkpoints = Checkpoints(self.run.path / "checkpoints", settings.keep_last)
         self.last_validation: float | None = None
 
-    def resume(self) -> int | None:
-        """Go back to the newest checkpoint; its step, or None where there is none."""
-        steps = self.checkpoints.steps()
-        if not steps:
-            return None
-        state = read_state(self.checkpoints.path(steps[-1]))
-        here = self._state(steps[-1])
+    def resume(self, note: Callable[[str], None] = lambda text: None) -> int | None:
+        """Go back to the newest good checkpoint; its step, or None where there is none.
+
+        ``note`` hears which were skipped and why.
+        """
+        reasons = []
+        steps = self.trainer.world.gather(self.checkpoints.steps())[0]
+        for step in reversed(steps):
+            try:
+                self._go_back(step)
+            except DamagedError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                note(f"skipped: {reason}")
+            self.checkpoints.skipped = {later for later in steps if later > step}
+            return step
+        if reasons:
+            raise none_good(reasons)
+        if self.trainer.world.is_main and self.run.count():
+            self.record("resumed", step=0, lines=0)
+        return None
+
+    def _go_back(self, step: int) -> None:
+        state = self.checkpoints.read(step, self.trainer.world)
+        here = self._state(step)
         for name in ("data", "seed"):
-            if state[name] != here[name]:
+            if state.get(name) != here[name]:
                 raise CheckpointError(
-                    f"{self.run.path} was run with {name} {state[name]} and now has {here[name]}; "
-                    "resume with the same, or start a new run with another --out"
+                    f"{self.run.path} was run with {name} {state.get(name)} and now has "
+                    f"{here[name]}; resume with the same, or start a new run with another --out"
                 )
-        self.checkpoints.load(self.trainer, steps[-1])
+        self.checkpoints.load(self.trainer, step)
         self.last_validation = state["validation_loss"]
-        self.record("resumed", step=steps[-1])
-        return steps[-1]
+        # an older checkpoint does not say how many lines had been written
+        lines = {"lines": state["lines"]} if "lines" in state else {}
+        self.record("resumed", step=step, **lines)
 
     def __call__(self) -> dict[str, Any]:
         """The remaining steps. Raises :class:`Interrupted` once a signal came and all is saved."""
@@ -120,9 +142,12 @@ class Fit:
             raise Interrupted(number, done)
 
     def save(self, loss: float | None = None) -> Path:
-        path = self.checkpoints.save(self.trainer, self._state(self.trainer.completed), loss)
+        # recorded first: a resumed run goes on after the lines that its checkpoint counts
         self.record("checkpoint", step=self.trainer.completed)
-        return path
+        state = self._state(self.trainer.completed)
+        if self.trainer.world.is_main:
+            state["lines"] = self.run.count()
+        return self.checkpoints.save(self.trainer, state, loss)
 
     def _state(self, step: int) -> dict[str, Any]:
         data = self.data
@@ -176,11 +201,12 @@ def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
     failure = None
     if trainer.world.is_main:
         try:
-            model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-        except OSError as error:
-            failure = CheckpointError(f"cannot write {folder}: {error.strerror or error}")
+            with saving.replacing(folder) as new:
+                model.write_into(new, **({} if weights is None else {"state_dict": weights}))
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(new)
+        except DepthrouteError as error:
+            failure = error
     trainer.world.raise_together(failure)
 
 

@@ -6,6 +6,7 @@ RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,30 @@ def _run(
     world: World,
 ) -> dict[str, Any]:
     config = _config(request, job, index, world)
+    opened = world.on_main(lambda: _open_run(request, config))
+    run, goes_on = opened or (RunDirectory(request.out.expanduser()), False)
+    is_resumed = bool(world.gather(goes_on)[0])
+    with closing(run):
+        torch.manual_seed(request.seed)
+        model = job.build(data, world.device, is_resumed)
+        torch.manual_seed(request.seed + world.rank)
+        model = wrap(model, world, request.parallel, precision=job.settings.precision)
+        trainer = Trainer(model, job.settings, world)
+        return _train(request, job, trainer, data, config, vocabulary, run, is_resumed)
+
+
+def _train(
+    request: Request,
+    job: _Job,
+    trainer: Trainer,
+    data: TokenData,
+    config: dict[str, Any],
+    vocabulary: Vocabulary | None,
+    run: RunDirectory,
+    is_resumed: bool,
+) -> dict[str, Any]:
+    world = trainer.world
     watch = request.watch if world.is_main else Watch()
-    is_resumed = bool(world.gather(world.on_main(lambda: _open_run(request, config)))[0])
-    run = RunDirectory(request.out.expanduser())
-    torch.manual_seed(request.seed)
-    model = job.build(data, world.device, is_resumed)
-    torch.manual_seed(request.seed + world.rank)
-    model = wrap(model, world, request.parallel, precision=job.settings.precision)
-    trainer = Trainer(model, job.settings, world)
 
     def on_step(result: StepResult) -> None:
         watch.on_step(result, peak_memory(trainer.device))
@@ -186,7 +203,7 @@ def _run(
     sinks = _sinks(request, run, config) if world.is_main else ()
     fit = Fit(trainer, data, run, request.seed, label(job.routing), sinks, on_step)
     if is_resumed:
-        step = fit.resume()
+        step = fit.resume(watch.note)
         watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
     watch.on_start(trainer.completed, job.settings.steps)
     outcome = fit()
@@ -249,14 +266,14 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
     }
 
 
-def _open_run(request: Request, config: dict[str, Any]) -> bool:
-    """Whether the run was there already and goes on."""
+def _open_run(request: Request, config: dict[str, Any]) -> tuple[RunDirectory, bool]:
+    """The run, and whether it was there already and goes on."""
     run, is_resumed = open_run(request.out, resume=request.resume)
     if is_resumed:
         refuse_another(run, config)
     else:
         run.write_json("config.json", config)
-    return is_resumed
+    return run, is_resumed
 
 
 def label(routing: RoutingConfig) -> str:

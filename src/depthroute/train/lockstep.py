@@ -18,7 +18,6 @@ from depthroute import presets
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.presets import Preset
 from depthroute.train import environment, pace
-from depthroute.train.checkpoint import read_state
 from depthroute.train.comparison_checkpoint import ComparisonCheckpoints
 from depthroute.train.data import Batch, TokenData
 from depthroute.train.interrupt import Stop
@@ -26,6 +25,7 @@ from depthroute.train.loop import DivergenceError, StepResult, Trainer
 from depthroute.train.methods import Method
 from depthroute.train.pace import Pace
 from depthroute.train.run_directory import RunDirectory
+from depthroute.train.seal import read_state
 from depthroute.train.settings import TrainSettings
 
 Sharpness = Callable[[Any, Tensor], float | None]
@@ -200,7 +200,7 @@ class Lockstep:
     def finish(self, seeds: tuple[int, ...]) -> None:
         """The next seed begins here, and this one is never trained again."""
         later = seeds[seeds.index(self.seed) + 1 :]
-        if later and self.checkpoints.newest() is not None:
+        if later and self.checkpoints.paths():
             state = {"seed": later[0], "round": 0, "lines": self.directory.count()}
             self.checkpoints.save(state | {"memory": {}}, {})
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.errors import ConfigError
-from depthroute.train.run_directory import RunDirectory
+from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import MAY_CHANGE
 
 _SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "data")
@@ -23,6 +23,11 @@ def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:
 def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
     """The configuration ``run`` was begun with, if ``now`` is the same run."""
     saved = run.read_json("config.json")
+    if not all(isinstance(saved.get(name), dict) for name in ("data", "train", "methods")):
+        raise RunError(
+            f"{run.path / 'config.json'} does not say what was run: it is damaged. Bring a good "
+            "copy back, or start a new run with another --out"
+        )
     old, new = (_comparable(config) for config in (saved, now))
     for name in _SAME:
         if old.get(name) != new.get(name):

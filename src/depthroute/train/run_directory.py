@@ -6,8 +6,10 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
+from depthroute import files
 from depthroute.errors import DepthrouteError
 
 
@@ -16,31 +18,33 @@ class RunError(DepthrouteError):
 
 
 class RunDirectory:
-    """Made before training starts, so that a bad path costs no training."""
+    """Made before training starts, so that a bad path costs no training.
+
+    One that was created or reopened is this process's to write until it is closed or gone; anybody
+    may read it.
+    """
+
+    _locks: ClassVar[WeakValueDictionary[Path, files.Lock]] = WeakValueDictionary()
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = path / "metrics.jsonl"
+        self._lock: files.Lock | None = None
 
     @classmethod
     def create(cls, path: str | Path) -> RunDirectory:
-        path = Path(path).expanduser()
-        if path.exists() and not path.is_dir():
-            raise RunError(f"{path} is a file; give a new or empty directory with --out")
+        run = cls(Path(path).expanduser())
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            run = cls(path)
-            is_begun = run.metrics.exists() and run.metrics.stat().st_size > 0
-            # stopped before it had anything to say, a run leaves an empty list of records
-            if is_begun or any(item != run.metrics for item in path.iterdir()):
-                raise RunError(
-                    f"{path} already holds a run or other files; give a new or empty directory "
-                    "with --out"
-                )
-            run.metrics.touch()
+            if run.path.exists() and not run.path.is_dir():
+                raise RunError(f"{path} is a file; give a new or empty directory with --out")
+            files.destination(run.path).mkdir(parents=True, exist_ok=True)
+            run._take()
+            run._refuse_used()
+            os.close(files.open_to_append(run.metrics))
         except OSError as error:
             raise RunError(
-                f"cannot write to {path}: {error.strerror}; give a writable directory with --out"
+                f"cannot write to {path}: {files.reason(error)}; give a writable directory with "
+                "--out"
             ) from error
         return run
 
@@ -49,48 +53,109 @@ class RunDirectory:
         """A run that is to go on. A line cut short when its process was killed is removed."""
         run = cls(Path(path).expanduser())
         try:
+            run._take()
+            files.clear(run.path)
             with run.metrics.open("r+b") as handle:
                 text = handle.read()
                 handle.truncate(text.rfind(b"\n") + 1)
         except OSError as error:
-            raise RunError(f"cannot resume {run.path}: {error.strerror}") from error
+            raise RunError(f"cannot resume {run.path}: {files.reason(error)}") from error
         return run
 
+    def close(self) -> None:
+        """Others may write here now."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _take(self) -> None:
+        """Keep other processes out. The objects of one process share the lock."""
+        place = files.destination(self.path)
+        held = self._locks.get(place)
+        if held is None or not held.is_held:
+            held = self._locks[place] = files.lock(place / files.LOCK)
+        self._lock = held
+
+    def _refuse_used(self) -> None:
+        """Stopped before it had anything to say, a run leaves an empty list of records."""
+        begun = self.metrics.exists() and self.metrics.stat().st_size > 0
+        known = (self.metrics.name, files.LOCK)
+        others = [p.name for p in self.path.iterdir() if p.name not in known]
+        if begun or not all(map(files.is_unfinished, others)):
+            self.close()
+            raise RunError(
+                f"{self.path} already holds a run or other files; give a new or empty directory "
+                "with --out"
+            )
+        files.clear(self.path)
+
     def append(self, record: dict[str, Any]) -> None:
-        """One line, on disk before the next step is taken."""
+        """One line, on disk before the next step is taken; or none of it."""
         try:
-            with self.metrics.open("a") as handle:
-                handle.write(json.dumps(record) + "\n")
+            with open(files.open_to_append(self.metrics), "ab", buffering=0) as handle:
+                size = handle.seek(0, os.SEEK_END)
+                line = json.dumps(record).encode() + b"\n"
+                try:
+                    while line:
+                        line = line[handle.write(line) :]
+                except OSError:
+                    handle.truncate(size)
+                    raise
         except OSError as error:
-            raise RunError(f"cannot write {self.metrics}: {error.strerror}") from error
+            raise RunError(f"cannot write {self.metrics}: {files.reason(error)}") from error
 
     def count(self) -> int:
-        """Lines so far; a checkpoint keeps it, so that a resumed run knows which of them count."""
-        return self.metrics.read_bytes().count(b"\n")
+        """Lines so far, on the disk; a checkpoint keeps it, so that a resumed run knows which of
+        them count."""
+        try:
+            with self.metrics.open("rb") as handle:
+                os.fsync(handle.fileno())
+                return handle.read().count(b"\n")
+        except OSError as error:
+            raise RunError(f"cannot read {self.metrics}: {files.reason(error)}") from error
 
     def records(self) -> Iterator[dict[str, Any]]:
         """The lines of the run that counts: where it went on from a checkpoint, what had come
         after that checkpoint is left out, because it was done again."""
         kept: list[tuple[int, dict[str, Any]]] = []
-        with self.metrics.open() as handle:
-            for number, line in enumerate(handle):
-                record = json.loads(line)
-                if record["event"] == "resumed":
-                    kept = [(n, r) for n, r in kept if not _is_undone(n, r, record)]
-                kept.append((number, record))
+        for number, record in enumerate(self._lines()):
+            if record["event"] == "resumed":
+                kept = [(n, r) for n, r in kept if not _is_undone(n, r, record)]
+            kept.append((number, record))
         yield from (record for _, record in kept)
 
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Every record; a last line without an end is still being written, or never was whole."""
+        with self.metrics.open("rb") as handle:
+            for number, line in enumerate(handle, 1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                if not isinstance(record, dict) or "event" not in record:
+                    raise RunError(
+                        f"line {number} of {self.metrics} is no record: it is damaged. Bring a "
+                        "good copy back, or start a new run with another --out"
+                    )
+                yield record
+
     def write_json(self, name: str, values: dict[str, Any]) -> None:
-        """Written under another name first: a reader sees the old file or the whole new one."""
-        temporary = self.path / f".{name}.tmp"
+        """A reader sees the old file or the whole new one."""
         try:
-            temporary.write_text(json.dumps(values, indent=2) + "\n")
-            os.replace(temporary, self.path / name)
+            files.write_text(self.path / name, json.dumps(values, indent=2) + "\n")
         except OSError as error:
-            raise RunError(f"cannot write {self.path / name}: {error.strerror}") from error
+            raise RunError(f"cannot write {self.path / name}: {files.reason(error)}") from error
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return json.loads((self.path / name).read_text())
+        try:
+            values = json.loads((self.path / name).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunError(f"cannot read {self.path / name}: {files.reason(error)}") from error
+        if not isinstance(values, dict):
+            raise RunError(f"cannot read {self.path / name}: it holds no object")
+        return values
 
 
 def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> bool:

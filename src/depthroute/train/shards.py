@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from depthroute import files
 from depthroute.train.data import DataError
 
 FORMAT = 1
 SHARD_TOKENS = 1 << 27
-_CHUNK = 1 << 22
 
 
 class PartWriter:
@@ -86,7 +86,7 @@ class PartWriter:
             "tokens": self.tokens,
             "documents": len(self.starts),
             "shards": self.shards,
-            "starts": {"file": name, "sha256": _sha256(self.folder / name)},
+            "starts": {"file": name, "sha256": files.sha256(self.folder / name)},
         }
 
 
@@ -126,17 +126,9 @@ def read_index(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     for entry in index["parts"].values():
         for file in [*entry["shards"], entry["starts"]] if verify else []:
             path = folder / file["file"]
-            if not path.is_file() or _sha256(path) != file["sha256"]:
+            if not path.is_file() or files.sha256(path) != file["sha256"]:
                 raise DataError(
                     f"{path} does not fit its checksum: it is damaged or was changed; remove "
                     f"{folder} to prepare it again"
                 )
     return index
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as handle:
-        while chunk := handle.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from depthroute.models.saving import replacing
+from depthroute import files
 from depthroute.train import shards
 from depthroute.train.data import HELD_OUT_PERCENT, DataError, TokenData
 from depthroute.train.documents import Corpus
@@ -64,11 +64,9 @@ def choose_vocabulary(name: str, corpus: Corpus, cache: Path) -> Vocabulary:
     texts = (text for text, _ in corpus.read() if not is_held_out(text, HELD_OUT_PERCENT))
     vocabulary = train(texts, int(size), name)
     assert vocabulary.definition is not None
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(vocabulary.definition)
-        temporary.replace(file)
+        files.write_text(file, vocabulary.definition)
     except OSError as error:
         raise _unwritable(file, error) from error
     return vocabulary
@@ -76,7 +74,7 @@ def choose_vocabulary(name: str, corpus: Corpus, cache: Path) -> Vocabulary:
 
 def _unwritable(path: Path, error: OSError) -> DataError:
     return DataError(
-        f"cannot write {path}: {error.strerror}; free some space or give another folder with "
+        f"cannot write {path}: {files.reason(error)}; free some space or give another folder with "
         "--cache"
     )
 
@@ -118,7 +116,14 @@ def prepare(
         is_large = corpus.size is None or corpus.size >= PARALLEL_FROM
         workers = os.cpu_count() or 1 if is_large else 1
     try:
-        with replacing(folder) as temporary, contextlib.ExitStack() as opened:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as opened:
+            # another process may be making the same tokens, and they will serve both
+            beside = folder.with_name(folder.name + files.LOCK)
+            opened.enter_context(files.lock(beside, wait=True))
+            if (folder / "index.json").is_file():
+                return folder
+            temporary = opened.enter_context(files.replacing(folder))
             writers = {
                 part: shards.PartWriter(
                     temporary, part, vocabulary.dtype, vocabulary.separator, shard_tokens
@@ -153,7 +158,7 @@ def prepare(
                 "documents_left_out": copies.left_out,
                 "parts": {part: writer.close() for part, writer in writers.items()},
             }
-            (temporary / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+            files.write_text(temporary / "index.json", json.dumps(index, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from error
     return folder
