@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.train.run_directory import RunDirectory
 
 CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
@@ -18,7 +19,13 @@ View = dict[str, Any]
 
 def view(folder: Path) -> View:
     """Every path with its content: numbers of files that hold times, digests of all others."""
-    return {str(path.relative_to(folder)): _content(path) for path in sorted(folder.rglob("*"))}
+    paths = [path for path in sorted(folder.rglob("*")) if not _is_idle(path)]
+    return {str(path.relative_to(folder)): _content(path) for path in paths}
+
+
+def _is_idle(path: Path) -> bool:
+    """The lock of tokens that are made already: it holds nobody up, and nobody takes it again."""
+    return path.parent.name == "tokens" and path.name.endswith(files.LOCK)
 
 
 def part(whole: View, folder: str) -> View:

@@ -74,6 +74,7 @@ class Fit:
             for reason in reasons:
                 note(f"skipped: {reason}")
             self.checkpoints.skipped = {later for later in steps if later > step}
+            self.checkpoints.tidy(self.trainer.world)
             return step
         if reasons:
             raise none_good(reasons)
