@@ -43,7 +43,7 @@ def failures(results):
 
 
 def test_commands_killed_at_some_file_operations_go_on_to_the_same_bits(tmp_path):
-    results = examine(tmp_path, "--kills", 4, "--full-disks", 1, "--chains", 1)
+    results = examine(tmp_path, "--kills", 3, "--full-disks", 1, "--chains", 1)
     assert not failures(results), failures(results)
     assert {r["scenario"].split()[0] for r in results} == set(COMMANDS)
     assert sum(map(kills, results)) >= 30

@@ -150,11 +150,12 @@ class Harness:
             self._be_child(action, fault, number)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         counts = self.output / "counts"
+        log = (self.output / "log").read_text()
         ending = Ending(
             status,
             (self.output / "printed").read_text(errors="replace"),
             json.loads(counts.read_text()) if status >= 0 else {},
-            tuple((self.output / "log").read_text().splitlines()),
+            tuple(log.replace(f"{self.workshop.trial}/", "").splitlines()),
         )
         assert not check or status == 0, f"undisturbed, and ended with {status}: {ending.printed}"
         return ending

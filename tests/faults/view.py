@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from depthroute import files
 from depthroute.train.run_directory import RunDirectory
 
 CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
@@ -25,7 +24,7 @@ def view(folder: Path) -> View:
 
 def _is_idle(path: Path) -> bool:
     """The lock of tokens that are made already: it holds nobody up, and nobody takes it again."""
-    return path.parent.name == "tokens" and path.name.endswith(files.LOCK)
+    return path.parent.name == "tokens" and path.name.endswith(".depthroute-lock")
 
 
 def part(whole: View, folder: str) -> View:
