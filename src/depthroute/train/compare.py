@@ -186,6 +186,11 @@ def _go_back(
 ) -> tuple[Any, Any]:
     """The state of the newest good checkpoint and where it lies; without one, from the start."""
     path, state = checkpoints.newest(note) or (None, None)
+    if state is not None and run.count() < state["lines"]:
+        raise RunError(
+            f"{run.metrics} has {run.count()} lines and had {state['lines']} when {path} was "
+            "written: it is damaged. Bring a good copy back, or start again with another --out"
+        )
     run.append({"event": "resumed", "lines": 0 if state is None else state["lines"]})
     return (state, path) if state is not None and state["methods"] else (state, None)
 

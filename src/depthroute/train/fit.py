@@ -67,12 +67,14 @@ class Fit:
         steps = self.trainer.world.gather(self.checkpoints.steps())[0]
         for step in reversed(steps):
             try:
-                self._go_back(step)
+                lost = self._go_back(step)
             except DamagedError as error:
                 reasons.append(str(error))
                 continue
             for reason in reasons:
                 note(f"skipped: {reason}")
+            if lost:
+                note(f"{self.run.metrics} has lost {lost} lines; the curve will have a gap")
             self.checkpoints.skipped = {later for later in steps if later > step}
             self.checkpoints.tidy(self.trainer.world)
             return step
@@ -82,7 +84,8 @@ class Fit:
             self.record("resumed", step=0, lines=0)
         return None
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, step: int) -> int:
+        """How many lines that were recorded before the checkpoint are no longer there."""
         state = self.checkpoints.read(step, self.trainer.world)
         here = self._state(step)
         for name in ("data", "seed"):
@@ -95,7 +98,9 @@ class Fit:
         self.last_validation = state["validation_loss"]
         # an older checkpoint does not say how many lines had been written
         lines = {"lines": state["lines"]} if "lines" in state else {}
+        lost = max(0, state.get("lines", 0) - self.run.count()) if self.trainer.world.is_main else 0
         self.record("resumed", step=step, **lines)
+        return lost
 
     def __call__(self) -> dict[str, Any]:
         """The remaining steps. Raises :class:`Interrupted` once a signal came and all is saved."""

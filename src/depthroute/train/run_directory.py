@@ -159,9 +159,10 @@ class RunDirectory:
 
 
 def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> bool:
-    if "lines" in resumed:  # a comparison, whose methods and seeds count their own steps
-        return number >= resumed["lines"]
-    return _is_after(record, resumed["step"])
+    """By the lines that the checkpoint counts; older runs of one model give the step alone, and
+    in a comparison methods and seeds count their own."""
+    is_later = number >= resumed.get("lines", number + 1)
+    return is_later or ("step" in resumed and _is_after(record, resumed["step"]))
 
 
 def _is_after(record: dict[str, Any], completed: int) -> bool:

@@ -1,0 +1,138 @@
+"""Where commands write: links, other processes, and folders that cannot be meant."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.checkpoints import TEXT
+from tests.runs import write_run
+
+from depthroute import cli
+from depthroute.train import launch
+from depthroute.train.run_directory import RunDirectory
+
+SMALL = ["--model", "num_hidden_layers=1", "--model", "hidden_size=16"]
+SMALL += ["--set", "batch_size=4", "--set", "sequence_length=16", "--set", "validation_sequences=8"]
+
+
+FOLDERS = (".", "..", "/", "")
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """The words of a small `train`."""
+    monkeypatch.setenv("DEPTHROUTE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+    return ["train", "--data", str(tmp_path / "text.txt"), *SMALL]
+
+
+def wait_for(path, process):
+    for _ in range(1200):
+        if path.exists() and path.stat().st_size:
+            return
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    pytest.fail(f"{path} was never written")
+
+
+def test_a_second_process_is_told_of_the_first_and_does_not_disturb_it(tmp_path, depthroute, train):
+    out = tmp_path / "run"
+    command = [*train, "--steps", "100000", "--out", str(out), "--resume", "auto"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "depthroute", *command], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(out / "metrics.jsonl", first)
+    status, _, error = depthroute(*command)
+    assert status == 2
+    assert error.count("\n") == 1
+    assert f"{out}: process {first.pid} is writing there" in error
+    assert first.poll() is None
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate()
+    steps = [r["step"] for r in RunDirectory(out).records() if r["event"] == "step"]
+    assert steps == list(range(len(steps)))
+    RunDirectory.reopen(out).close()  # what a killed process held, nobody holds
+
+
+def test_a_run_killed_before_its_summary_has_one_routing_record(
+    tmp_path, depthroute, train, monkeypatch
+):
+    out = tmp_path / "run"
+    command = [*train, "--method", "delta", "--steps", "4", "--out", str(out)]
+    original = RunDirectory.write_json
+
+    def die(run, name, values):
+        if name == "summary.json":
+            raise ZeroDivisionError
+        original(run, name, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.RunDirectory, "write_json", die)
+        patch.setattr(sys, "argv", ["depthroute", *command])
+        with pytest.raises(ZeroDivisionError):
+            cli.main()
+    assert depthroute(*command, "--resume", "auto")[0] == 0
+    events = [r["event"] for r in RunDirectory(out).records()]
+    assert events.count("routing") == 1 and events.count("step") == 4
+    assert json.loads((out / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_run_is_written_where_its_link_leads(tmp_path, depthroute, train):
+    (tmp_path / "real").mkdir(0o700)
+    (tmp_path / "link").symlink_to("real")
+    command = [*train, "--steps", "2", "--out", str(tmp_path / "link")]
+    status, _, error = depthroute(*command)
+    assert status == 0, error
+    assert os.readlink(tmp_path / "link") == "real"
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "real" / "model" / "model.safetensors").exists()
+    assert not [p for p in (tmp_path / "real").iterdir() if p.name.startswith(".")]
+
+
+def test_a_damaged_run_is_one_line(tmp_path, depthroute, train):
+    out = tmp_path / "run"
+    command = [*train, "--steps", "2", "--out", str(out), "--resume", "auto"]
+    assert depthroute(*command)[0] == 0
+    (out / "checkpoints" / "step_abc").mkdir()
+    (out / "metrics.jsonl").write_text("")
+    status, _, error = depthroute(*command)
+    assert status == 0 and "metrics.jsonl has lost" in error.replace("\n", " ")
+    (out / "config.json").write_text("{")
+    status, _, error = depthroute(*command)
+    assert status == 2 and error.count("\n") == 1 and "config.json" in error
+
+
+@pytest.mark.parametrize("out", [".", "..", "/", "", "file", "file/below", "loop"])
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, depthroute, monkeypatch, out):
+    write_run(tmp_path / "run")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "file").write_text("precious")
+    (tmp_path / "here" / "loop").symlink_to("loop")
+    for option in ("--out", "--figures"):
+        if (option, out) == ("--out", "file") or (option == "--figures" and out in FOLDERS):
+            continue  # these can be meant
+        status, _, error = depthroute("report", str(tmp_path / "run"), option, out)
+        assert status == 2 and "cannot write" in error, (option, out)
+        assert error.count("\n") == 1
+    assert (tmp_path / "here" / "file").read_text() == "precious"
+
+
+def test_a_report_and_a_measurement_are_written_where_their_links_lead(tmp_path, depthroute):
+    from depthroute.bench.record import write_json
+
+    write_run(tmp_path / "run")
+    for name in ("page.html", "bench.json"):
+        (tmp_path / name).symlink_to(tmp_path / "far" / name)
+    status, _, error = depthroute(
+        "report", str(tmp_path / "run"), "--out", str(tmp_path / "page.html")
+    )
+    assert status == 0, error
+    write_json(tmp_path / "bench.json", {"rows": []})
+    for name in ("page.html", "bench.json"):
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "far" / name).stat().st_size

@@ -1,0 +1,147 @@
+"""A comparison whose files were lost, damaged or never written."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from depthroute import diagnostics, presets
+from depthroute.errors import CheckpointError
+from depthroute.train.compare import Comparison, run_comparison
+from depthroute.train.data import TokenData
+from depthroute.train.methods import parse_methods
+from depthroute.train.run_directory import RunDirectory, RunError
+from depthroute.train.settings import TrainSettings
+
+SMALL = replace(
+    presets.get("tiny"),
+    model=presets.get("tiny").model
+    | {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32},
+)
+SETTINGS = TrainSettings(
+    steps=6,
+    batch_size=4,
+    sequence_length=16,
+    lr=1e-2,
+    validate_every=3,
+    validation_sequences=8,
+    save_every=1,
+)
+
+
+def small():
+    tokens = np.frombuffer(b"def route(depth): return depth * 2\n" * 300, dtype=np.uint8)
+    data = TokenData("words", tokens[:6000], tokens[6000:], 4, 16)
+    methods = parse_methods("standard,delta")
+    return Comparison(SMALL, methods, (0,), SETTINGS, data, torch.device("cpu"))
+
+
+def compare(run, **options):
+    return run_comparison(
+        small(),
+        run,
+        sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
+        look=lambda model, tokens: diagnostics.record(diagnostics.trace(model, tokens)),
+        **options,
+    )
+
+
+def timeless(run):
+    kept = [r for r in run.records() if r["event"] != "resumed"]
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in kept]
+
+
+def die_at(step):
+    def on_step(progress):
+        if progress.result.step == step and progress.method == "delta":
+            raise RuntimeError("killed")
+
+    return on_step
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = RunDirectory.create(tmp_path_factory.mktemp("whole") / "run")
+    return run, compare(run)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """In the fifth step: checkpoints of three and four are there."""
+    run = RunDirectory.create(tmp_path_factory.mktemp("killed") / "run")
+    with pytest.raises(RuntimeError):
+        compare(run, on_step=die_at(4))
+    run.close()
+    return run
+
+
+def copy(run, path):
+    shutil.copytree(run.path, path)
+    return RunDirectory.reopen(path)
+
+
+def test_a_summary_that_is_missing_is_written_and_nothing_is_trained(tmp_path, whole):
+    run = copy(whole[0], tmp_path / "run")
+    (run.path / "summary.json").unlink()
+    summary = compare(run, is_resumed=True, on_step=pytest.fail)
+    assert run.read_json("summary.json") == summary == whole[1]
+
+
+def test_killed_between_the_last_validation_and_the_last_look_it_is_looked_at(
+    tmp_path, whole, monkeypatch
+):
+    from depthroute.train.lockstep import Lockstep
+
+    run = RunDirectory.create(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Lockstep, "traces", lambda self, look: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compare(run)
+    taken = []
+    compare(run, is_resumed=True, on_step=taken.append)
+    assert {p.result.step for p in taken} == {5}  # from the last checkpoint
+    assert timeless(run) == timeless(whole[0])
+    assert run.read_json("traces.json") == whole[0].read_json("traces.json")
+
+
+def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(tmp_path, killed, whole):
+    run = copy(killed, tmp_path / "run")
+    _, newest = sorted((run.path / "checkpoints").iterdir())
+    (newest / "1" / "optimizer.safetensors").unlink()
+    (run.path / "checkpoints" / "at_notes").mkdir()  # somebody's own
+    notes, taken = [], []
+    compare(run, is_resumed=True, note=notes.append, on_step=taken.append)
+    assert len(notes) == 1
+    assert newest.name in notes[0] and "1/optimizer.safetensors cannot be read" in notes[0]
+    assert min(p.result.step for p in taken) == 3
+    assert timeless(run) == timeless(whole[0])
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["at_notes"]
+
+
+def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):
+    run = copy(killed, tmp_path / "run")
+    for path in (run.path / "checkpoints").iterdir():
+        data = bytearray((path / "0" / "model.safetensors").read_bytes())
+        data[-1] ^= 1
+        (path / "0" / "model.safetensors").write_bytes(data)
+    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match=r"no checkpoint of the run is good.*0/model"):
+        compare(run, is_resumed=True)
+    assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"kind": "compare"}', '{"data": 3}'])
+def test_a_damaged_configuration_is_one_clear_error(tmp_path, killed, text):
+    run = copy(killed, tmp_path / "run")
+    (run.path / "config.json").write_text(text)
+    with pytest.raises(RunError, match=r"config\.json"):
+        compare(run, is_resumed=True)
+
+
+def test_records_that_were_lost_are_not_left_out_of_the_table_in_silence(tmp_path, killed):
+    run = copy(killed, tmp_path / "run")
+    run.metrics.write_text("".join(run.metrics.read_text().splitlines(keepends=True)[:3]))
+    with pytest.raises(RunError, match=r"metrics.jsonl has 3 lines and had \d+ when .*at_0"):
+        compare(run, is_resumed=True)
