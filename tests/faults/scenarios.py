@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.checkpoints import TEXT, byte_tokenizer
 from tests.support import llama_config, trained_like
 
-SMALL = ["num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2"]
+SHAPE = ["num_hidden_layers=2", "hidden_size=16", "intermediate_size=32", "num_attention_heads=2"]
+SMALL = [word for setting in SHAPE for word in ("--model", setting)]
 COMMON = ["--set", "batch_size=2", "--set", "sequence_length=8", "--set", "validation_sequences=4"]
 COMMON += ["--device", "cpu", "--resume", "auto"]
 
@@ -59,32 +61,26 @@ class Workshop:
         import torch
         from transformers import LlamaForCausalLM
 
-        import depthroute as dr
-        from depthroute.models.command import load_plain
-        from depthroute.train.documents import open_corpus
-        from depthroute.train.tokenise import choose_vocabulary, prepare
-
         lines = [f'{{"text": "{n} {TEXT.strip().splitlines()[0]}"}}\n' for n in range(40)]
         self.text.write_text("".join(lines))
         torch.manual_seed(0)
         config = llama_config(layers=2, vocab_size=320, hidden_size=16, intermediate_size=32)
         trained_like(LlamaForCausalLM(config)).save_pretrained(self.base)
         byte_tokenizer().save_pretrained(self.base)
-        routed = dr.convert(load_plain(str(self.base)), dr.RoutingConfig("delta"))
-        routed.save_pretrained(self.routed)
-        byte_tokenizer().save_pretrained(self.routed)
-        corpus = open_corpus(str(self.text))
-        vocabulary = choose_vocabulary(str(self.base), corpus, self.folder / "cache")
-        made = prepare(corpus, vocabulary, cache=self.folder / "cache", held_out=20.0)
+        write_and_return(command("convert", "--base", self.base, "--out", self.routed))
+        cache = self.folder / "cache"
+        read = ["--data", self.text, "--tokenizer", self.base, "--held-out", "20"]
+        short = ["--cache", cache, "--steps", "1", "--out", self.folder / "unused", *SMALL, *COMMON]
+        write_and_return(command("train", *read, *short))
+        (made,) = (index.parent for index in cache.glob("tokens/*/index.json"))
         made.rename(self.tokens)
 
     def scenarios(self) -> list[Scenario]:
         out = str(self.trial / "out")
-        shape = [word for setting in SMALL for word in ("--model", setting)]
         train = ["train", "--data", self.text, "--cache", self.trial / "cache", "--out", out]
         train += ["--tokenizer", "train:270"]
         train += ["--method", "delta", "--steps", "5", "--set", "save_every=2"]
-        train += ["--set", "validate_every=2", "--set", "keep_last=1", *shape, *COMMON]
+        train += ["--set", "validate_every=2", "--set", "keep_last=1", *SMALL, *COMMON]
         # a rate at which the model gets worse: the best checkpoint is not among the newest
         finetune = ["finetune", "--base", self.base, "--data", f"tokens:{self.tokens}"]
         finetune += ["--out", out, "--num-blocks", "2", "--steps", "4", "--set", "save_every=1"]
@@ -92,7 +88,7 @@ class Workshop:
         finetune += ["--set", "warmup_steps=0", *COMMON]
         compare = ["compare", "--methods", "standard,delta", "--seeds", "2", "--steps", "3"]
         compare += ["--data", f"tokens:{self.tokens}", "--out", out, "--set", "save_every=1"]
-        compare += ["--set", "validate_every=2", *shape, *COMMON]
+        compare += ["--set", "validate_every=2", *SMALL, *COMMON]
         convert = ["convert", "--base", self.base, "--out", out, "--method", "delta"]
         adapter = ["convert", "--base", self.base, "--out", out, "--adapter-only", "--method"]
         return [
@@ -126,9 +122,8 @@ class Workshop:
     def _save(self, method: str, **options: object) -> Callable[[], None]:
         def save() -> None:
             import depthroute as dr
-            from depthroute.models.command import load_plain
 
-            routed = dr.convert(load_plain(str(self.base)), dr.RoutingConfig(method))
+            routed = dr.convert(load(self.base), dr.RoutingConfig(method))
             try:
                 routed.save_pretrained(self.trial / "out", **options)
             except dr.DepthrouteError as error:  # as a command would end
@@ -148,6 +143,17 @@ class Workshop:
             (folder / "one.txt").write_text("mine too\n")
 
         return write_both
+
+
+def load(folder: Path) -> Any:
+    """A model, plain or routed, or an adapter."""
+    import transformers
+
+    import depthroute as dr
+
+    if (folder / "routing_config.json").is_file():
+        return dr.from_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def command(*words: object) -> Callable[[], None]:

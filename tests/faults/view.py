@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from depthroute.errors import DepthrouteError
 from depthroute.train.run_directory import RunDirectory
 
 CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
@@ -14,6 +15,7 @@ CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "mem
 OF_STATE = {"lines", "sha256"}
 """A checkpoint counts the lines of ``metrics.jsonl``, of which a resumed run has more."""
 View = dict[str, Any]
+_DAMAGED = "damaged"
 
 
 def view(folder: Path) -> View:
@@ -32,6 +34,12 @@ def part(whole: View, folder: str) -> View:
     return {path: content for path, content in whole.items() if path.startswith(prefix)}
 
 
+def damaged(whole: View) -> list[str]:
+    """Files that cannot be read; those whose names begin with a dot are not finished yet."""
+    named = {path: content for path, content in whole.items() if "/." not in f"/{path}"}
+    return [f"{p} is {c}" for p, c in named.items() if str(c).startswith(_DAMAGED)]
+
+
 def differences(expected: View, seen: View) -> list[str]:
     lines = [f"{path} is missing" for path in expected if path not in seen]
     lines += [f"{path} is left over" for path in seen if path not in expected]
@@ -46,27 +54,17 @@ def _content(path: Path) -> Any:
         return f"-> {path.readlink()}"
     if path.is_dir():
         return "folder"
-    if path.name == "metrics.jsonl":
-        return [_without(CLOCKS, r) for r in _records(path) if r["event"] != "resumed"]
-    if path.name == "state.json":
-        return _without(CLOCKS | OF_STATE, _parsed(path))
-    if path.suffix == ".json":
-        return _without(CLOCKS, _parsed(path))
+    try:
+        if path.name == "metrics.jsonl":
+            records = RunDirectory(path.parent).records()
+            return [_without(CLOCKS, r) for r in records if r["event"] != "resumed"]
+        if path.name == "state.json":
+            return _without(CLOCKS | OF_STATE, json.loads(path.read_text()))
+        if path.suffix == ".json":
+            return _without(CLOCKS, json.loads(path.read_text()))
+    except (json.JSONDecodeError, DepthrouteError) as error:
+        return f"{_DAMAGED}: {error}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    try:
-        return list(RunDirectory(file.parent).records())
-    except json.JSONDecodeError as error:
-        return [{"event": f"damaged: {error}"}]
-
-
-def _parsed(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        return f"damaged: {error}"
 
 
 def _without(names: set[str], value: Any) -> Any:
