@@ -90,7 +90,7 @@ class Harness:
         after = view(self.workshop.trial)
         model = self.workshop.trial / scenario.whole
         if model.is_dir():  # what has the same bytes loads too
-            self._child(lambda: load(model) and None, check=True)
+            self._child(lambda: load(model), check=True)
         counts = ending.counts
         result = Result(name, counts["operations"], counts["writes"], _kinds(ending.log))
         if counts["mappings"]:
@@ -142,7 +142,7 @@ class Harness:
 
     def _child(
         self,
-        action: Callable[[], None],
+        action: Callable[[], object],
         fault: Fault | None = None,
         number: int = 0,
         *,
@@ -164,7 +164,7 @@ class Harness:
         assert not check or status == 0, f"undisturbed, and ended with {status}: {ending.printed}"
         return ending
 
-    def _be_child(self, action: Callable[[], None], fault: Fault | None, number: int) -> None:
+    def _be_child(self, action: Callable[[], object], fault: Fault | None, number: int) -> None:
         """Never returns: what the parent would do at its end is not the child's to do."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         printed = os.open(self.output / "printed", flags)
