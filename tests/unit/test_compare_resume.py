@@ -73,12 +73,11 @@ def killed(tmp_path_factory):
     run = RunDirectory.create(tmp_path_factory.mktemp("killed") / "run")
     with pytest.raises(RuntimeError):
         compare(run, on_step=die_at(4))
-    run.close()
     return run
 
 
 def copy(run, path):
-    shutil.copytree(run.path, path)
+    shutil.copytree(run.path, path, ignore=shutil.ignore_patterns(".depthroute-lock"))
     return RunDirectory.reopen(path)
 
 

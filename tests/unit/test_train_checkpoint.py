@@ -318,8 +318,12 @@ def ten_steps(tmp_path_factory):
     """A run of 10 steps with checkpoints of 5 and 10."""
     run = fit(tmp_path_factory.mktemp("whole") / "run", TEN)
     run()
-    run.run.close()
     return run
+
+
+def copy(run, path):
+    unlocked = shutil.ignore_patterns(".depthroute-lock")
+    shutil.copytree(run.run.path, path, symlinks=True, ignore=unlocked)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -327,7 +331,7 @@ def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(
     tmp_path, ten_steps, damage
 ):
     path = tmp_path / "run"
-    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    copy(ten_steps, path)
     name, spoil = DAMAGES[damage]
     spoil(path / "checkpoints" / "step_00000010" / name)
     again, notes = fit(path, TEN), []
@@ -343,7 +347,7 @@ def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(
 
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
     path = tmp_path / "run"
-    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    copy(ten_steps, path)
     for step in (5, 10):
         flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
@@ -354,7 +358,7 @@ def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
 
 def test_a_checkpoint_without_checksums_is_taken_but_for_what_is_missing(tmp_path, ten_steps):
     path = tmp_path / "run"
-    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    copy(ten_steps, path)
     for step in (5, 10):
         file = path / "checkpoints" / f"step_{step:08d}" / "state.json"
         state = json.loads(file.read_text())
@@ -375,7 +379,7 @@ def test_a_checkpoint_without_checksums_is_taken_but_for_what_is_missing(tmp_pat
 
 def test_other_names_beside_checkpoints_are_left_alone(tmp_path, ten_steps):
     path = tmp_path / "run"
-    shutil.copytree(ten_steps.run.path, path, symlinks=True)
+    copy(ten_steps, path)
     others = ["step_abc", "step_5", "step_00000007.bak", "step_-0000001"]
     for name in others:
         (path / "checkpoints" / name).mkdir()
