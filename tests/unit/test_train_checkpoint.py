@@ -140,6 +140,18 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     assert again.best == {"step": 1, "loss": 1.0}
 
 
+def test_a_run_killed_between_saving_and_pruning_is_pruned_when_it_goes_on(tmp_path):
+    settings = replace(LONG, steps=6, save_every=2, validate_every=2, keep_last=1)
+    fit(tmp_path / "run", settings)()
+    folder = tmp_path / "run" / "checkpoints"
+    names = {path.name for path in folder.iterdir()}
+    shutil.copytree(folder / "step_00000006", folder / "step_00000002")
+    (folder / ".step_00000004.depthroute-0123456789ab").mkdir()
+    (folder / "best").unlink()
+    assert fit(tmp_path / "run", settings).resume() == 6
+    assert {path.name for path in folder.iterdir()} == names
+
+
 def test_a_half_written_checkpoint_is_never_resumed_from(tmp_path):
     """As kill -9 in the middle of a save leaves it."""
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)

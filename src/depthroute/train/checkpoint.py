@@ -127,6 +127,17 @@ class Checkpoints:
             "or make the folder writable, then resume with --resume auto"
         )
 
+    def tidy(self, world: World) -> None:
+        """What a kill came before: the link to the best one, the removal of those not kept."""
+        failure = None
+        if world.is_main:
+            try:
+                files.clear(self.folder)
+                self._prune()
+            except OSError as error:
+                failure = CheckpointError(f"cannot write in {self.folder}: {files.reason(error)}")
+        world.raise_together(failure)
+
     def _prune(self) -> None:
         steps = [step for step in self.steps() if step not in self.skipped]
         kept = set(steps[-self.keep_last :])

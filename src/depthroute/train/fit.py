@@ -76,6 +76,7 @@ class Fit:
             if lost:
                 note(f"{self.run.metrics} has lost {lost} lines; the curve will have a gap")
             self.checkpoints.skipped = {later for later in steps if later > step}
+            self.checkpoints.tidy(self.trainer.world)
             return step
         if reasons:
             raise none_good(reasons)
