@@ -322,6 +322,11 @@ class Plan:
                 f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
                 "partial block. Leave it out"
             )
+        if sources == "reference" and not config.embedding_source:
+            raise ConfigError(
+                "routing.embedding_source=false has no meaning for sources='reference': the "
+                "released code stores the embedding first. Leave it out"
+            )
         if width is not None and width % config.heads:
             divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
             raise ConfigError(

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent.parent
 
 # leftmost first; names in one group may import each other
 ORDER = [
-    {"_version", "errors", "plan", "config"},
+    {"_version", "errors", "checks", "plan", "config"},
     {"ops"},
     {"nn"},
     {"models", "presets"},
