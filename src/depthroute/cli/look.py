@@ -34,7 +34,10 @@ def inspect(
     from depthroute.cli.convert import read_text
     from depthroute.diagnostics import record, trace
     from depthroute.diagnostics.terminal import routing_map
+    from depthroute.errors import ConfigError
 
+    if gradients and not as_json:
+        raise ConfigError("--gradients are in the JSON alone; add --json, or leave it out")
     content = read_text(text)
     with Console(stderr=True).status("running the model"):
         routed, tokenizer = load(model, device, needs_routing=True)
@@ -62,15 +65,16 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Draw among this much probability.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a drawn text repeatable.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made."""
     import sys
 
-    from depthroute.models.generation import continue_prompt
+    from depthroute.models.generation import check_sampling, continue_prompt
 
+    check_sampling(temperature, top_k, top_p, seed)
     given = sys.stdin.read() if prompt == "-" else prompt
     with Console(stderr=True).status("loading the model"):
         loaded, tokenizer = load(model, device)

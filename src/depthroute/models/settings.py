@@ -65,7 +65,7 @@ def make_config(
 
 @torch.no_grad()
 def check_model(model: Any, model_type: str, values: dict[str, Any]) -> None:
-    """One step of ``model``, which is on ``meta``: its parts fit together, and nothing is computed."""
+    """One step of ``model``, which is on ``meta``: nothing is computed, but parts must fit."""
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
     mask = torch.zeros(1, 1, 4, 4, device="meta")  # whole: to make one, transformers reads values
     with meaningful(model_type, values):
