@@ -26,7 +26,7 @@ class BackendError(DepthrouteError):
 def unknown(what: str, given: object, allowed: Iterable[str]) -> ConfigError:
     """An error for a name that is not known, with the nearest known one suggested."""
     names = list(allowed)
-    near = difflib.get_close_matches(given, names, 1, 0.5) if isinstance(given, str) else []
+    near = difflib.get_close_matches(given.lower(), names, 1, 0.5) if isinstance(given, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigError(f"unknown {what} {shown(given)}; {hint}known: {', '.join(names)}")
 

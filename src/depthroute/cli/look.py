@@ -42,6 +42,11 @@ def inspect(
     with Console(stderr=True).status("running the model"):
         routed, tokenizer = load(model, device, needs_routing=True)
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
+        if ids.shape[1] < 2:
+            raise ConfigError(
+                f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "
+                "at least 2; give a longer one"
+            )
         found = record(
             trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
         )
