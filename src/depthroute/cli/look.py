@@ -64,12 +64,10 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue; `-` reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token; higher is freer.")
+        float, typer.Option(help="0 takes the most likely token; higher is freer.")
     ] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among this much probability.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among this much probability.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
