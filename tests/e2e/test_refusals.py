@@ -9,7 +9,6 @@ import pytest
 from tests import checkpoints
 
 from depthroute import presets
-from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.models.settings import make_config, setting_names
 
@@ -64,7 +63,7 @@ def test_a_model_setting_is_refused_before_text_is_read(
     depthroute, text, tmp_path, command, setting
 ):
     words = [command, "--data", text, "--out", tmp_path / "run", "--device", "cpu"]
-    line = refused(depthroute, *words, "--model", setting)
+    line = refused(depthroute, *words, "--steps", "1", "--model", setting)
     assert MODEL_MISTAKES[setting] in line
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
@@ -95,6 +94,7 @@ OTHER_MISTAKES = {
 @pytest.mark.parametrize("options", OTHER_MISTAKES)
 def test_an_option_of_train_is_refused(depthroute, text, tmp_path, options):
     words = ["train", "--method", "delta", "--data", text, "--out", tmp_path / "run"]
+    words += [] if "steps" in options else ["--steps", "1"]
     assert OTHER_MISTAKES[options] in refused(depthroute, *words, *options.split())
     assert not (tmp_path / "run").exists()
 
@@ -102,15 +102,14 @@ def test_an_option_of_train_is_refused(depthroute, text, tmp_path, options):
 def test_a_vocabulary_too_small_for_the_tokenizer_is_not_enlarged(depthroute, text, tmp_path):
     words = ["train", "--data", text, "--tokenizer", "bytes", "--out", tmp_path / "run"]
     code, _, err = depthroute(*map(str, words), "--model", "vocab_size=100")
-    last = err.strip().splitlines()[
-        -1
-    ]  # after the bar: a tokenizer's size is known when it is made
+    last = err.strip().splitlines()[-1]  # after the bar of the tokens
     assert code == 2 and last.startswith("error: model.vocab_size=100 has no room for the 256 tok")
     assert not (tmp_path / "run").exists()
 
 
 def test_learned_is_a_switch(depthroute, text):
     words = ["train", "--method", "x0_skip", "--routing", "learned=no", "--data", text]
+    words += ["--steps", "1"]
     assert "routing.learned='no' must be true or false" in refused(depthroute, *words)
 
 
@@ -205,8 +204,3 @@ def test_settings_that_a_family_knows_by_two_names_count():
     shape = {"rope_theta": 500.0}
     assert make_config("llama", shape).rope_parameters["rope_theta"] == 500.0
     assert shape == {"rope_theta": 500.0}
-
-
-def test_a_routing_with_everything_set_is_written_whole():
-    config = RoutingConfig("attnres", block_size=3, heads=2, evaluation="two_phase", group_size=3)
-    assert RoutingConfig.from_dict(config.to_dict()) == config
