@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from depthroute.errors import ConfigError, unknown
+from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
+from depthroute.errors import ConfigError
 from depthroute.plan import Plan
 
 METHODS = ("standard", "attnres", "delta", "x0_skip", "depth_attention")
@@ -17,6 +18,11 @@ EVALUATIONS = ("auto", "one_pass", "two_phase")
 KEY_NORMS = ("model", "after_rope")
 
 ROUTED_METHODS = ("attnres", "delta")
+EPS_BOUNDS = (1e-20, 1.0)
+"""Below, a source of zeros has a gradient that fp32 cannot hold; above, a key is no direction."""
+_OPTIONAL_CHOICES = {"sources": SOURCES, "routing": ROUTINGS, "init": INITS}
+_CHOICES = {"method": METHODS, "head_norm": HEAD_NORMS}
+_CHOICES |= {"evaluation": EVALUATIONS, "key_norm": KEY_NORMS}
 
 
 @dataclass(frozen=True)
@@ -54,27 +60,29 @@ class RoutingConfig:
     """Sublayers per two-phase group; left out, chosen by the plan."""
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, METHODS)
-        for name, allowed in (("sources", SOURCES), ("routing", ROUTINGS), ("init", INITS)):
-            if getattr(self, name) is not None:
-                _one_of(name, getattr(self, name), allowed)
-        _one_of("head_norm", self.head_norm, HEAD_NORMS)
-        _one_of("evaluation", self.evaluation, EVALUATIONS)
-        _one_of("key_norm", self.key_norm, KEY_NORMS)
-        for name in ("block_size", "num_blocks", "heads", "stride", "loops", "group_size"):
-            value = getattr(self, name)
-            if value is None and name not in ("heads", "loops"):
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"routing.{name}={value!r} must be a whole number of at least 1")
-        if not isinstance(self.recent_window, int) or self.recent_window < 0:
-            raise ConfigError(f"routing.recent_window={self.recent_window!r} must be 0 or more")
-        if self.eps is not None and self.eps <= 0:
-            raise ConfigError(f"routing.eps={self.eps} must be greater than 0")
+        for name, allowed in _CHOICES.items():
+            check_choice(f"routing.{name}", getattr(self, name), allowed)
+        for name, allowed in _OPTIONAL_CHOICES.items():
+            check_choice(f"routing.{name}", getattr(self, name), allowed, optional=True)
+        for name in ("heads", "loops"):
+            check_whole(f"routing.{name}", getattr(self, name))
+        for name in ("block_size", "num_blocks", "stride", "group_size"):
+            check_whole(f"routing.{name}", getattr(self, name), optional=True)
+        check_whole("routing.recent_window", self.recent_window, least=0)
+        for name in ("embedding_source", "learned"):
+            check_switch(f"routing.{name}", getattr(self, name))
+        check_switch("routing.include_partial", self.include_partial, optional=True)
+        least, most = EPS_BOUNDS
+        check_number("routing.eps", self.eps, least=least, most=most, optional=True)
         if self.block_size is not None and self.num_blocks is not None:
             raise ConfigError(
                 f"routing.block_size={self.block_size} and routing.num_blocks={self.num_blocks} "
                 "both say how long a block is; give one of them"
+            )
+        if self.group_size is not None and self.evaluation != "two_phase":
+            raise ConfigError(
+                f"routing.group_size={self.group_size} is the size of two-phase groups, which "
+                f"evaluation={self.evaluation!r} may not have; add evaluation='two_phase'"
             )
         self._refuse_foreign_settings()
 
@@ -131,10 +139,7 @@ class RoutingConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RoutingConfig:
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise unknown("routing setting", name, known)
+        check_object("routing setting", values, [f.name for f in fields(cls)])
         return cls(**values)
 
     def resolve(
@@ -159,8 +164,3 @@ class RoutingConfig:
             converting=converting,
             sublayers=sublayers,
         )
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise unknown(f"routing.{name}", value, allowed)

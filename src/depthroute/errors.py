@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class DepthrouteError(ValueError):
@@ -25,6 +26,15 @@ class BackendError(DepthrouteError):
 def unknown(what: str, given: object, allowed: Iterable[str]) -> ConfigError:
     """An error for a name that is not known, with the nearest known one suggested."""
     names = list(allowed)
-    near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(given.lower(), names, 1, 0.5) if isinstance(given, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ConfigError(f"unknown {what} {given!r}; {hint}known: {', '.join(names)}")
+    return ConfigError(f"unknown {what} {shown(given)}; {hint}known: {', '.join(names)}")
+
+
+def shown(value: Any) -> str:
+    """``value`` in one short line."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # an int too long for Python to print
+        text = f"a whole number of {value.bit_length()} bits"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -73,15 +73,16 @@ class Plan:
     @property
     def is_complete(self) -> bool:
         """Whether the sources sum to the residual state at every place."""
-        return all(self.is_complete_at(i) for i in range(self.num_sublayers))
+        return all(self.is_complete_at(i) for i in range(self.num_sublayers + self.has_final_site))
 
     def is_complete_at(self, index: int) -> bool:
         """Whether the sources sum to the state at this place; at a block's start they do."""
         routed = self.method in ("attnres", "delta")
         summed = routed and self.sources == "delta" and self.embedding_source
+        is_whole = self.boundary(index) or self.reads_unfinished(index)
         if routed and self.sources == "cumulative":
-            return self.boundary(index) and self.num_sources(index) == 1  # the state itself
-        return summed and (self.include_partial or self.boundary(index))
+            return is_whole and self.num_sources(index) == 1  # the state itself
+        return summed and is_whole
 
     @property
     def sums_sources(self) -> bool:
@@ -143,11 +144,19 @@ class Plan:
     def has_partial(self, index: int) -> bool:
         return self.keeps_partial and not self.boundary(index)
 
+    def reads_unfinished(self, index: int) -> bool:
+        """Whether the block in progress is a source too: its sum so far, or the running state.
+
+        At the end it is in any case, or a final site would never see the last block.
+        """
+        at_end = index == self.num_sublayers
+        if self.sources == "cumulative":
+            return at_end and not self.boundary(index)
+        return self.has_partial(index) and (self.include_partial or at_end)
+
     def num_sources(self, index: int) -> int:
         """Sources that the place before sublayer ``index`` reads; ``num_sublayers`` is the end."""
-        at_end = index == self.num_sublayers
-        partial = self.has_partial(index) and (self.include_partial or at_end)
-        return self.num_finished(index) + partial
+        return self.num_finished(index) + self.reads_unfinished(index)
 
     def reads_mix(self, index: int) -> bool:
         """Whether the place before sublayer ``index`` reads more than the plain state."""
@@ -313,6 +322,11 @@ class Plan:
                 f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
                 "partial block. Leave it out"
             )
+        if sources == "reference" and not config.embedding_source:
+            raise ConfigError(
+                "routing.embedding_source=false has no meaning for sources='reference': the "
+                "released code stores the embedding first. Leave it out"
+            )
         if width is not None and width % config.heads:
             divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
             raise ConfigError(
@@ -460,7 +474,7 @@ def _cheapest_group(asked: int | None, plan: Plan) -> tuple[int, float, float]:
     average = sum(plan.num_sources(i) for i in range(count)) / count
     candidates = [asked] if asked else [plan.block_size] if plan.block_size > 1 else []
     costs = {}
-    for size in candidates or range(2, count + 1):
+    for size in candidates or range(min(2, count), count + 1):
         newer = finished = 0
         for i in range(count):
             start = i - i % size

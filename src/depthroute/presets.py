@@ -7,11 +7,12 @@ is ``None``, and training then asks for it instead of inventing one.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from depthroute.checks import check_betas, check_number, check_object, check_whole
 from depthroute.config import RoutingConfig
-from depthroute.errors import unknown
+from depthroute.errors import ConfigError, shown, unknown
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Recipe:
     weight_decay: float = 0.1
     clip: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens_per_step", "sequence_length"):
+            check_whole(f"recipe.{name}", getattr(self, name), optional=True)
+        check_whole("recipe.warmup_steps", self.warmup_steps, least=0, optional=True)
+        check_number("recipe.lr", self.lr, above=0.0, optional=True)
+        check_number("recipe.min_lr", self.min_lr, least=0.0, optional=True)
+        check_number("recipe.weight_decay", self.weight_decay, least=0.0)
+        check_number("recipe.clip", self.clip, above=0.0)
+        object.__setattr__(self, "betas", check_betas("recipe.betas", self.betas))
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -39,6 +50,13 @@ class Preset:
     routing: RoutingConfig
     recipe: Recipe
 
+    def __post_init__(self) -> None:
+        for name in ("name", "summary", "model_type"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"preset.{name}={shown(getattr(self, name))} must be text")
+        if not isinstance(self.model, dict):
+            raise ConfigError(f"preset.model={shown(self.model)} must hold names and values")
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {
             "routing": self.routing.to_dict(),
@@ -48,16 +66,14 @@ class Preset:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preset:
         known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise unknown("preset setting", name, known)
-        recipe = dict(values["recipe"])
-        for name in recipe:
-            if name not in {f.name for f in fields(Recipe)}:
-                raise unknown("recipe setting", name, [f.name for f in fields(Recipe)])
-        recipe["betas"] = tuple(recipe["betas"])
+        check_object("preset setting", values, known)
+        missing = [name for name in known if name not in values]
+        if missing:
+            raise ConfigError(f"a preset without {', '.join(missing)}; give them")
+        check_object("recipe setting", values["recipe"], [f.name for f in fields(Recipe)])
+        recipe = Recipe(**values["recipe"])
         routing = RoutingConfig.from_dict(values["routing"])
-        return cls(**values | {"routing": routing, "recipe": Recipe(**recipe)})
+        return cls(**values | {"routing": routing, "recipe": recipe})
 
 
 _DELTA_RECIPE = {
@@ -200,6 +216,9 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+SET_BY_TOKENIZER = ("bos_token_id", "eos_token_id")
+
+
 def get(name: str) -> Preset:
     """The preset called ``name``, or an error that suggests the nearest."""
     if name not in PRESETS:
@@ -220,11 +239,27 @@ def build(
     """
     import torch
 
-    from depthroute.models.auto import AutoConfig
     from depthroute.models.convert import from_config
+    from depthroute.models.settings import make_config
 
     preset = get(preset) if isinstance(preset, str) else preset
-    config = AutoConfig.for_model(preset.model_type, **preset.model)
+    config = make_config(preset.model_type, preset.model)
     options = {} if dtype is None else {"dtype": dtype}
     with contextlib.nullcontext() if device is None else torch.device(device):
         return from_config(config, routing or preset.routing, **options)
+
+
+def with_model(preset: Preset, changes: dict[str, Any]) -> Preset:
+    """``preset`` in another shape, tried on ``meta``: what makes no model is refused here."""
+    from depthroute.models.settings import check_model, make_config, meaningful
+
+    for name in SET_BY_TOKENIZER:
+        if name in changes:
+            raise ConfigError(f"model.{name} is the tokenizer's; leave it out")
+    changed = replace(preset, model=preset.model | changes)
+    make_config(changed.model_type, changed.model, changes)
+    named = changes or changed.model
+    with meaningful(changed.model_type, named):
+        model = build(changed, RoutingConfig("standard"), device="meta")
+    check_model(model, changed.model_type, named)
+    return changed

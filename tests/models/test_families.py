@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
 from tests.families import SETTINGS, family_config, family_model
-from tests.support import disturb_routing, tokens
+from tests.support import disturb_routing, tokens, trained_like
 
 ROUTINGS = {
     "delta": dr.RoutingConfig("delta"),
@@ -160,6 +160,27 @@ def test_latent_attention_mixes_the_latent_that_the_cache_holds():
 def test_depth_attention_refuses_linear_attention_layers():
     with pytest.raises(dr.ConfigError, match=r"layers 0, 2 of this kimi_linear.*use method="):
         dr.convert(family_model("kimi_linear"), DEPTH)
+
+
+def test_a_looped_stack_refuses_linear_attention_layers():
+    with pytest.raises(dr.ConfigError, match=r"loops=2 .*layers 0, 2 of this kimi_linear.*leave"):
+        dr.from_config(family_config("kimi_linear"), dr.RoutingConfig("delta", loops=2))
+
+
+@pytest.mark.parametrize("method", ["delta", "depth_attention"])
+@pytest.mark.parametrize("family", WITH_DEPTH)
+def test_a_looped_stack_decodes_as_it_prefills_and_every_layer_learns(family, method):
+    config = family_config(family)
+    routed = dr.from_config(config, dr.RoutingConfig(method, loops=2))
+    assert routed.config.num_hidden_layers == 2 * config.num_hidden_layers
+    routed, ids = disturb_routing(trained_like(routed)), tokens(length=8)
+    full, cache = routed(ids, use_cache=False).logits, DynamicCache(config=routed.config)
+    with torch.no_grad():
+        first = routed(ids[:, :5], past_key_values=cache).logits
+        rest = routed(ids[:, 5:], past_key_values=cache).logits
+    assert (torch.cat([first, rest], 1) - full).abs().max() < 1e-4
+    full.square().mean().backward()
+    assert not [name for name, p in routed.named_parameters() if p.grad is None]
 
 
 @pytest.mark.parametrize("parallel", [True, False])

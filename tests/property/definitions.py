@@ -34,7 +34,7 @@ def block_sources(
 
 
 def cumulative_sources(count: int, size: int, *, embedding: bool = True) -> list[list[Terms]]:
-    """States h_0, h_size, h_2*size, ..."""
+    """States h_0, h_size, h_2*size, ..., and at the end the last state of all."""
     state = frozenset({EMBEDDING})
     kept = [state] if embedding else []
     places = []
@@ -43,7 +43,7 @@ def cumulative_sources(count: int, size: int, *, embedding: bool = True) -> list
         state = state | {sublayer}
         if (sublayer + 1) % size == 0:
             kept = [*kept, state]
-    return [*places, kept]
+    return [*places, kept if count % size == 0 else [*kept, state]]
 
 
 def released_sources(num_layers: int, layers_per_block: int) -> list[list[Terms]]:

@@ -28,7 +28,7 @@ CHANGED = {
     "loops": {"loops": 2},
     "eps": {"eps": 1e-5},
     "evaluation": {"evaluation": "two_phase"},
-    "group_size": {"group_size": 5},
+    "group_size": {"group_size": 5, "evaluation": "two_phase"},
 }
 
 
@@ -85,9 +85,30 @@ def test_our_errors_are_value_errors():
         ),
         (
             {"method": "depth_attention", "recent_window": -1},
-            r"routing\.recent_window=-1 must be 0 or more",
+            r"routing\.recent_window=-1 must be a whole number of at least 0",
         ),
-        ({"eps": 0.0}, r"routing\.eps=0\.0 must be greater than 0"),
+        *(
+            ({"eps": eps}, rf"routing\.eps={shown} must be a finite number at least 1e-20 and at")
+            for eps, shown in (
+                (0.0, r"0\.0"),
+                (float("nan"), "nan"),
+                (float("inf"), "inf"),
+                ("abc", "'abc'"),
+                (True, "True"),
+                (-1, "-1"),
+                (1e-40, "1e-40"),  # zero in fp32
+                (2.0, r"2\.0"),
+                (10**400, r"10+\.\.\."),
+            )
+        ),
+        ({"include_partial": "maybe"}, r"include_partial='maybe' must be true or false"),
+        ({"include_partial": 1}, r"include_partial=1 must be true or false"),
+        ({"method": "x0_skip", "learned": "no"}, r"learned='no' must be true or false"),
+        ({"embedding_source": None}, r"embedding_source=None must be true or false"),
+        ({"heads": True}, r"heads=True must be a whole number of at least 1"),
+        ({"heads": 10**5000}, r"heads=a whole number of 16610 bits is too large; use at most"),
+        ({"method": ["delta"]}, r"unknown routing\.method \['delta'\]; known"),
+        ({"group_size": 3}, r"group_size=3 is the size of two-phase groups.*add evaluation="),
         (
             {"block_size": 4, "num_blocks": 3},
             r"block_size=4 and routing\.num_blocks=3 both .*give one of them",
@@ -125,3 +146,15 @@ def test_an_unknown_setting_in_a_file_suggests_the_nearest():
 def test_null_for_a_setting_that_needs_a_value_is_refused(setting):
     with pytest.raises(ConfigError, match=rf"{setting}.*None"):
         RoutingConfig.from_dict({"method": "delta", setting: None})
+
+
+@pytest.mark.parametrize("values", [None, 3, "delta", ["method", "delta"]])
+def test_what_is_no_object_is_refused(values):
+    with pytest.raises(ConfigError, match="routing settings must be an object"):
+        RoutingConfig.from_dict(values)
+
+
+def test_the_released_sources_always_have_the_embedding():
+    config = RoutingConfig("delta", block_size=4, init="reference", embedding_source=False)
+    with pytest.raises(ConfigError, match=r"embedding_source=false has no meaning .*'reference'"):
+        config.resolve(4)

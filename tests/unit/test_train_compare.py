@@ -221,7 +221,10 @@ def test_a_method_takes_changes_to_its_routing():
     [
         ("standrad", r"unknown method 'standrad'; did you mean 'standard'"),
         ("delta,delta", r"method 'delta' is named twice"),
-        ("delta:heads", r"'heads' is not of the form key=value"),
+        ("delta:heads", r"'heads' must be key=value"),
+        ("delta:heads=2:heads=4", r"heads is given twice"),
+        ("delta:method=attnres", r"its name says the method"),
+        ("attnres-block:block_size=2:num_blocks=3", r"both say how long a block is"),
         ("delta:head=2", r"unknown routing setting 'head'; did you mean 'heads'"),
         (" , ", r"no methods in"),
     ],
@@ -294,10 +297,10 @@ def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(m
     assert kept == pytest.approx(3 * parameters + buffers, rel=0.01)
 
 
-@pytest.mark.parametrize("setting", ["keep_last=5", "on_bad_step=skip"])
+@pytest.mark.parametrize("setting", [{"keep_last": 5}, {"on_bad_step": "skip"}])
 def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
     with pytest.raises(ConfigError, match=r"--set .* is for depthroute train"):
-        prepare.comparison(methods="standard", assignments=[setting])
+        prepare.comparison(methods="standard", changes=setting)
 
 
 TIMES = ("seconds", "step_seconds")

@@ -24,6 +24,7 @@ from depthroute.cli.options import (
     Watching,
     Workers,
     assigned,
+    changed_settings,
     check_resume,
     resume_command,
 )
@@ -40,7 +41,7 @@ def compare(
             "depth-attention, x0-skip, x0-skip-learned; each with :key=value routing settings."
         ),
     ] = "standard,attnres-block,delta,delta-block,depth-attention",
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds: 0, 1, ...")] = 2,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="How many seeds: 0, 1, ...")] = 2,
     steps: Annotated[int | None, typer.Option(help="Steps; left out, the preset's.")] = None,
     equal: Annotated[
         str,
@@ -58,7 +59,7 @@ def compare(
     validation: Validation = None,
     tokenizer: Tokenizer = None,
     model: Shape = None,
-    text_field: TextField = "text",
+    text_field: TextField = None,
     held_out: HeldOut = None,
     max_tokens: MaxTokens = None,
     workers: Workers = None,
@@ -94,9 +95,7 @@ def compare(
     source = None
     if data is not None:
         source = sources.TextSource(data, trust_remote_code=trust_remote_code, **options)
-    elif trust_remote_code or any(
-        v is not None for k, v in options.items() if k not in ("cache", "text_field")
-    ):
+    elif trust_remote_code or any(value is not None for value in options.values()):
         raise ConfigError("options that say how text is read need the text; add --data")
     with Watching(notes()) as watching:
         comparison = prepare.comparison(
@@ -105,7 +104,7 @@ def compare(
             num_seeds=seeds,
             source=source,
             device=device,
-            assignments=[*(settings or []), *([] if steps is None else [f"steps={steps}"])],
+            changes=changed_settings(settings, steps),
             shape=assigned(model, "--model"),
             equal=equal,
             on_progress=watching.watch().on_progress,

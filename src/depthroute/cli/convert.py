@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,12 @@ RoutingSettings = Annotated[
     typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
 ]
 
+TOLERANCE = 1e-3
+Tolerance = Annotated[
+    float | None,
+    typer.Option(help="Largest logit difference that is accepted; left out, 0.001."),
+]
+
 PROBE = (
     "The residual stream of a Transformer adds what every layer found to what all layers before "
     "it found. Routing over depth lets each layer choose among those contributions instead."
@@ -40,21 +45,26 @@ def routing_config(
     assignments: list[str] | None,
 ) -> Any:
     """A RoutingConfig from command-line options."""
+    from depthroute.cli.options import assigned, refuse_twice
     from depthroute.config import RoutingConfig
+
+    options = {"num_blocks": num_blocks, "block_size": block_size, "init": init}
+    given = assigned(assignments, "--routing")
+    return RoutingConfig.from_dict(refuse_twice(given, {"method": method} | options, "--routing"))
+
+
+def chosen_tolerance(tolerance: float | None, allow_drift: bool) -> float | None:
+    """The largest logit difference; None accepts any."""
+    from depthroute.checks import check_number
     from depthroute.errors import ConfigError
 
-    values: dict[str, Any] = {"method": method}
-    given = {"num_blocks": num_blocks, "block_size": block_size, "init": init}
-    values |= {name: value for name, value in given.items() if value is not None}
-    for assignment in assignments or []:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"--routing {assignment!r} must be key=value, such as heads=4")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
-    return RoutingConfig.from_dict(values)
+    if allow_drift and tolerance is not None:
+        raise ConfigError(
+            f"--allow-drift accepts any difference, so --tolerance {tolerance:g} would be ignored; "
+            "give one of them"
+        )
+    check_number("--tolerance", tolerance, least=0.0, optional=True)
+    return None if allow_drift else TOLERANCE if tolerance is None else tolerance
 
 
 @app.command(
@@ -73,9 +83,7 @@ def convert(
         Path | None, typer.Option(help="Text to measure the identity on; left out, a sentence.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest logit difference that is accepted.")
-    ] = 1e-3,
+    tolerance: Tolerance = None,
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Write the model whatever the difference.")
     ] = False,
@@ -93,6 +101,7 @@ def convert(
     from depthroute.models.command import convert_checkpoint
 
     settings = routing_config(method, num_blocks, block_size, init, routing)
+    largest = chosen_tolerance(tolerance, allow_drift)
     with notes().status("converting"):
         result = convert_checkpoint(
             base,
@@ -100,7 +109,7 @@ def convert(
             settings,
             text=PROBE if text is None else read_text(text),
             num_tokens=tokens,
-            tolerance=None if allow_drift else tolerance,
+            tolerance=largest,
             adapter_only=adapter_only,
             trust_remote_code=trust_remote_code,
         )

@@ -48,7 +48,9 @@ def evaluate(
         Path | None,
         typer.Option(help="File for every item's log-likelihoods, one JSON object a line."),
     ] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of context for perplexity.")] = 1024,
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of context for perplexity; left out, 1024.")
+    ] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens between windows; left out, no overlap.")
     ] = None,
@@ -73,7 +75,11 @@ def evaluate(
         raise ConfigError("nothing to do; give --tasks, --perplexity FILE, or both")
     given = {"--task-data": task_data, "--limit": limit, "--samples": samples}
     _refuse("--tasks", tasks, given)
-    _refuse("--perplexity", perplexity, {"--stride": stride, "--add-bos": add_bos or None})
+    _refuse(
+        "--perplexity",
+        perplexity,
+        {"--window": window, "--stride": stride, "--add-bos": add_bos or None},
+    )
     if task_data is not None and not task_data.is_dir():
         raise ConfigError(f"--task-data {str(task_data)!r} is not a folder")
     names = () if tasks is None else parse_tasks(tasks)
@@ -91,7 +97,7 @@ def evaluate(
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
     loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
     if text is not None:
-        options = {"window": window, "stride": stride, "batch_size": batch_size}
+        options = {"window": window or 1024, "stride": stride, "batch_size": batch_size}
         report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)
         result["perplexity"] = {"file": str(perplexity)} | asdict(report)
         if not as_json:

@@ -36,21 +36,26 @@ def inspect(
     from depthroute.diagnostics import record, trace
     from depthroute.diagnostics.record import first_not_finite
     from depthroute.diagnostics.terminal import routing_map
-    from depthroute.errors import DepthrouteError
+    from depthroute.errors import CheckpointError, ConfigError
 
+    if gradients and not as_json:
+        raise ConfigError("--gradients are in the JSON alone; add --json, or leave it out")
     content = read_text(text)
     with notes().status("running the model"):
         routed, tokenizer = load(
             model, device, needs_routing=True, trust_remote_code=trust_remote_code
         )
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
-        if ids.numel() < 2:
-            raise DepthrouteError(f"--text holds {ids.numel()} tokens; give at least 2")
+        if ids.shape[1] < 2:
+            raise ConfigError(
+                f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "
+                "at least 2; give a longer one"
+            )
         found = record(
             trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
         )
     if (site := first_not_finite(found)) is not None:
-        raise DepthrouteError(
+        raise CheckpointError(
             f"the routing weights of {model!r} are no numbers at {site}: it diverged in training "
             "or its file is damaged"
         )
@@ -69,20 +74,19 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue; `-` reads standard input.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to add.")] = 100,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token; higher is freer.")
+        float, typer.Option(help="0 takes the most likely token; higher is freer.")
     ] = 0.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw among the k likeliest.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Draw among this much probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes a drawn text repeatable.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among this much probability.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes a drawn text repeatable.")] = None,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt; the text appears as it is made."""
-    from depthroute.models.generation import continue_prompt
+    from depthroute.models.generation import check_sampling, continue_prompt
 
+    check_sampling(temperature, top_k, top_p, seed)
     given = _standard_input() if prompt == "-" else prompt
     with notes().status("loading the model"):
         loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)

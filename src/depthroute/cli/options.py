@@ -40,10 +40,14 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Of the weights and the order of the data.")]
+Seed = Annotated[
+    int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and the order of the data.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
-TextField = Annotated[str, typer.Option(help="The field of JSONL and Parquet that holds text.")]
+TextField = Annotated[
+    str | None, typer.Option(help="The field of JSONL and Parquet with the text; left out, text.")
+]
 HeldOut = Annotated[
     float | None, typer.Option(help="Percent of documents for validation; left out, 5.")
 ]
@@ -64,9 +68,31 @@ def check_resume(resume: str) -> None:
 
 
 def assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
-    from depthroute.train.methods import parse_assignment
+    from depthroute.train.methods import parse_assignments
 
-    return dict(parse_assignment(a, option) for a in assignments or [])
+    return parse_assignments(assignments or [], option)
+
+
+def changed_settings(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
+    """``--set`` and ``--steps``, which is short for one of them."""
+    return refuse_twice(assigned(settings, "--set"), {"steps": steps}, "--set")
+
+
+def refuse_twice(
+    values: dict[str, Any], options: dict[str, Any], assignments: str
+) -> dict[str, Any]:
+    """``values`` given as assignments, and ``options`` of their own: none may be both."""
+    from depthroute.errors import ConfigError
+
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name in values:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{name} is given twice, with {option} and with {assignments} {name}=...; give "
+                "one of them"
+            )
+    return given | values
 
 
 def resume_command(out: Path) -> str:

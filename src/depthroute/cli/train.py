@@ -18,6 +18,8 @@ from depthroute.cli.convert import (
     Method,
     NumBlocks,
     RoutingSettings,
+    Tolerance,
+    chosen_tolerance,
     routing_config,
 )
 from depthroute.cli.options import (
@@ -41,6 +43,7 @@ from depthroute.cli.options import (
     Watching,
     Workers,
     assigned,
+    changed_settings,
     check_resume,
     resume_command,
 )
@@ -76,7 +79,7 @@ def train(
     seed: Seed = 0,
     device: Device = "auto",
     parallel: Parallel = "ddp",
-    text_field: TextField = "text",
+    text_field: TextField = None,
     held_out: HeldOut = None,
     validation: Validation = None,
     max_tokens: MaxTokens = None,
@@ -110,7 +113,7 @@ def train(
 
         return launch.train(request, preset, chosen, assigned(model, "--model"))
 
-    _run("train", start, data, out, resume, _changes(settings, steps), common, as_json)
+    _run("train", start, data, out, resume, changed_settings(settings, steps), common, as_json)
 
 
 @app.command(
@@ -128,9 +131,7 @@ def finetune(
     freeze_base: Annotated[
         bool, typer.Option("--freeze-base", help="Train the routing parameters alone.")
     ] = False,
-    tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Largest logit difference of the converted model.")
-    ] = 1e-3,
+    tolerance: Tolerance = None,
     allow_drift: Annotated[
         bool, typer.Option("--allow-drift", help="Start whatever the difference.")
     ] = False,
@@ -141,7 +142,7 @@ def finetune(
     seed: Seed = 0,
     device: Device = "auto",
     parallel: Parallel = "ddp",
-    text_field: TextField = "text",
+    text_field: TextField = None,
     held_out: HeldOut = None,
     validation: Validation = None,
     max_tokens: MaxTokens = None,
@@ -159,6 +160,7 @@ def finetune(
     and the run directory are those of `depthroute train`.
     """
     chosen = routing_config(method, num_blocks, block_size, init, routing)
+    largest = chosen_tolerance(tolerance, allow_drift)
     common = {"seed": seed, "device": device, "parallel": parallel}
     common |= {"text_field": text_field, "held_out": held_out, "max_tokens": max_tokens}
     common |= {"validation": validation, "trust_remote_code": trust_remote_code}
@@ -172,14 +174,10 @@ def finetune(
             base,
             chosen,
             freeze_base=freeze_base,
-            tolerance=None if allow_drift else tolerance,
+            tolerance=largest,
         )
 
-    _run("finetune", start, data, out, resume, _changes(settings, steps), common, as_json)
-
-
-def _changes(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
-    return assigned(settings, "--set") | ({} if steps is None else {"steps": steps})
+    _run("finetune", start, data, out, resume, changed_settings(settings, steps), common, as_json)
 
 
 def _run(

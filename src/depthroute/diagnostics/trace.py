@@ -119,9 +119,10 @@ def source_names(stream: ResidualStream) -> tuple[str, ...]:
             if plan.block_size == 1 and word == "block":
                 names.append(plan.site_name(start))
             else:
-                names.append(f"{word}.{block}" if word == "block" else f"{word}.{start + 1}")
-    if len(stream.visible()) > count:
-        names.append("partial")
+                end = start + plan.block_size
+                names.append(f"{word}.{block}" if word == "block" else f"{word}.{end}")
+    if plan.reads_unfinished(index):
+        names.append(f"state.{index}" if plan.sources == "cumulative" else "partial")
     return tuple(names)
 
 

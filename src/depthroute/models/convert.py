@@ -18,6 +18,9 @@ from depthroute.models.auto import routed_config_class
 from depthroute.models.causal_lm import RoutedCausalLM
 from depthroute.models.routed import install, plan_for, uninstall
 
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Lists of a configuration that say something of every layer."""
+
 
 def from_config(config: Any, routing: RoutingConfig, **kwargs: Any) -> Any:
     """A routed model from scratch. ``config`` is any supported Hugging Face configuration.
@@ -33,9 +36,10 @@ def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = Fal
     architecture = architecture_for(config)
     values = config.to_dict()
     if routing.loops > 1:
-        values["num_hidden_layers"] *= routing.loops
-        if values.get("layer_types"):
-            values["layer_types"] = values["layer_types"] * routing.loops
+        count = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        for name in (count, *PER_LAYER):
+            if values.get(name):
+                values[name] = values[name] * routing.loops
     for name in ("architectures", "transformers_version", "model_type"):
         values.pop(name, None)
     config = _same_implementations(config, routed_config_class(architecture).from_dict(values))

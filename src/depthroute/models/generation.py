@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from depthroute.checks import check_number, check_whole
 from depthroute.errors import DepthrouteError
+
+COLDEST = 1e-3
+"""Below, logits divided by it overflow."""
 
 
 class _Handover(transformers.TextStreamer):
@@ -36,6 +40,24 @@ class _RefuseNan(transformers.LogitsProcessor):
         return scores
 
 
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> None:
+    """How tokens are drawn; asked before a model is loaded for it."""
+    if temperature != 0:
+        check_number("temperature", temperature, least=COLDEST)
+    check_whole("top-k", top_k, optional=True)
+    check_number("top-p", top_p, above=0.0, most=1.0, optional=True)
+    check_whole("seed", seed, least=0, optional=True)
+    drawn = {"top-k": top_k, "top-p": top_p, "seed": seed}
+    given = [name for name, value in drawn.items() if value is not None]
+    if temperature == 0 and given:
+        raise DepthrouteError(
+            f"{' and '.join(given)} is for tokens that are drawn, and temperature 0 takes the most "
+            "likely one; set a temperature above 0, such as 0.8"
+        )
+
+
 def continue_prompt(
     model: Any,
     tokenizer: Any,
@@ -49,19 +71,16 @@ def continue_prompt(
     on_text: Callable[[str], None] = lambda text: None,
 ) -> str:
     """The continuation alone. ``temperature=0`` takes the most likely token every time."""
+    check_sampling(temperature, top_k, top_p, seed)
     if not _is_unicode(prompt):
         raise DepthrouteError("the prompt holds bytes that are no UTF-8; give text")
     inputs = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
     if inputs.input_ids.shape[1] == 0:
         raise DepthrouteError("the prompt holds no tokens; give at least one with --prompt")
-    if temperature == 0 and (top_k is not None or top_p is not None):
-        raise DepthrouteError(
-            "top-k and top-p choose among random tokens and temperature 0 takes the most likely "
-            "one; set a temperature above 0, such as 0.8"
-        )
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
-        options |= {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
+        options |= {"temperature": temperature, "top_k": top_k or 0}
+        options |= {"top_p": 1.0 if top_p is None else top_p}
     else:  # what the folder says about sampling has no meaning for greedy decoding
         options |= {"temperature": None, "top_k": None, "top_p": None}
     if seed is not None:

@@ -208,14 +208,15 @@ class RoutedNorm(nn.Module):
 
 
 class LoopedLayers(nn.ModuleList):
-    """A layer list that a decoder's ``layers[:n]`` unrolls ``loops`` times."""
+    """A layer list that a decoder runs through ``loops`` times, be it by ``layers[:n]`` or not."""
 
     loops: int
 
+    def __iter__(self) -> Any:
+        return iter([*self._modules.values()] * self.loops)
+
     def __getitem__(self, idx: Any) -> Any:
-        if isinstance(idx, slice):
-            return (list(self._modules.values()) * self.loops)[idx]
-        return super().__getitem__(idx)
+        return [*self][idx] if isinstance(idx, slice) else super().__getitem__(idx)
 
 
 class RoutedDecoder(nn.Module):
@@ -278,8 +279,6 @@ def install(model: Any, plan: Plan) -> None:
     depth = plan.num_layers // plan.loops
     if plan.loops > 1:
         del layers[depth:]
-        layers.__class__ = LoopedLayers
-        layers.loops = plan.loops
     weight = next(decoder.parameters())
     sites = Sites(plan, config.hidden_size).to(device=weight.device, dtype=weight.dtype)
     decoder.__class__ = routed_class(type(decoder), RoutedDecoder)
@@ -294,21 +293,18 @@ def install(model: Any, plan: Plan) -> None:
     layers[0].decoder = (decoder,)
     norm = getattr(decoder, spec.final_norm)
     norm.__class__ = routed_class(type(norm), RoutedNorm)
+    attentions = [getattr(layer, spec.attention.module) for layer in layers]
+    _refuse_linear(attentions, plan, spec)
     if plan.method == "depth_attention":
-        attentions = [getattr(layer, spec.attention.module) for layer in layers]
-        linear = [i for i, a in enumerate(attentions) if spec.is_linear(a)]
-        if linear:
-            raise ConfigError(
-                f"depth attention mixes the values of softmax attention, and layers "
-                f"{', '.join(map(str, linear))} of this {spec.model_type} model are linear "
-                "attention; use method='attnres' or 'delta'"
-            )
         depth_attention.enable(attentions, config)
         if plan.key_norm == "after_rope":
             _delay_key_norms(attentions, spec)
     for part in (model, decoder):
         names = set(part._no_split_modules or ())
         part._no_split_modules = names | {type(layer).__name__ for layer in layers}
+    if plan.loops > 1:
+        layers.__class__ = LoopedLayers
+        layers.loops = plan.loops
 
 
 def _norm_offsets(layer: nn.Module, spec: Architecture) -> dict[type, float]:
@@ -316,6 +312,21 @@ def _norm_offsets(layer: nn.Module, spec: Architecture) -> dict[type, float]:
     classes = {type(getattr(layer, name)) for name in names if name is not None}
     found = {cls: rms_norm_offset(cls) for cls in classes}
     return {cls: offset for cls, offset in found.items() if offset is not None}
+
+
+def _refuse_linear(attentions: list[Any], plan: Plan, spec: Architecture) -> None:
+    linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
+    where = f"layers {linear} of this {spec.model_type} model are linear attention"
+    if linear and plan.method == "depth_attention":
+        raise ConfigError(
+            f"depth attention mixes the values of softmax attention, and {where}; use "
+            "method='attnres' or 'delta'"
+        )
+    if linear and plan.loops > 1:
+        raise ConfigError(
+            f"routing.loops={plan.loops} needs a cache with keys and values of every visit, and "
+            f"{where}, whose one state the visits would overwrite; leave loops out"
+        )
 
 
 def _delay_key_norms(attentions: list[Any], spec: Architecture) -> None:

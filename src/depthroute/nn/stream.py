@@ -113,10 +113,11 @@ class ResidualStream:
         """The sources that the place before sublayer ``index`` reads."""
         if self.pending is not None:
             return self.settled().visible()
-        at_end = self.index == self.plan.num_sublayers
-        if self.partial is not None and (self.plan.include_partial or at_end):
-            return (*self.sources, self.partial)
-        return self.sources
+        if not self.plan.reads_unfinished(self.index):
+            return self.sources
+        unfinished = self.state if self.partial is None else self.partial
+        assert unfinished is not None
+        return (*self.sources, unfinished)
 
     def read(self, site: Site | SiteParameters | None = None) -> Tensor:
         """What the next sublayer receives, before its own norm."""

@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from depthroute.errors import shown
 from depthroute.train.data import DataError, text_files
 
 COMPRESSED = (".gz", ".xz", ".zst")
 ROWS = (".jsonl", ".ndjson")
+FIELD = "text"
 PARQUET = (".parquet",)
 _CHUNK = 1 << 20
 _WHAT = "--data takes text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, or hf:NAME"
@@ -38,24 +40,44 @@ class Corpus:
     size: int | None
     """Bytes on disk; None for a stream."""
     read: Callable[[], Iterator[Located]]
+    has_rows: bool = True
+    """Whether any of it is in fields."""
 
 
-def open_corpus(source: str, *, field: str = "text") -> Corpus:
+def open_corpus(source: str, *, field: str = FIELD) -> Corpus:
     """``source`` is a path or ``hf:NAME[:CONFIG[:SPLIT]]``; ``field`` holds a row's text."""
     if source.startswith("hf:"):
         return _hub_corpus(source, field)
-    root = Path(source).expanduser()
-    if not root.exists():
-        raise DataError(f"{source} does not exist; {_WHAT}")
-    files = [root] if root.is_file() else data_files(root)
-    if not files:
-        raise DataError(f"nothing to read under {root}; {_WHAT}")
+    files, root = _files(source)
     return Corpus(
         name=source,
         fingerprint=_fingerprint(files, root, field),
         size=sum(f.stat().st_size for f in files),
         read=partial(_read_files, files, field),
+        has_rows=any(_kind(file) in (*ROWS, *PARQUET) for file in files),
     )
+
+
+def _files(source: str) -> tuple[list[Path], Path]:
+    """What there is to read, and the folder it is in or the one file it is."""
+    try:
+        root = Path(source).expanduser()
+        if not root.exists():
+            raise DataError(f"{source} does not exist; {_WHAT}")
+        if not root.is_file() and not root.is_dir():
+            raise DataError(f"{source} is neither a file nor a directory; {_WHAT}")
+        files = [root] if root.is_file() else data_files(root)
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL, no home
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"cannot read {shown(source)}: {error}; {_WHAT}") from error
+    if not files:
+        raise DataError(f"nothing to read under {root}; {_WHAT}")
+    return files, root
+
+
+def _kind(file: Path) -> str:
+    return file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
 
 
 def data_files(root: Path) -> list[Path]:
@@ -85,7 +107,7 @@ def _fingerprint(files: list[Path], root: Path, field: str) -> str:
 def _read_files(files: list[Path], field: str) -> Iterator[Located]:
     before = 0
     for file in files:
-        kind = file.with_suffix("").suffix if file.suffix in COMPRESSED else file.suffix
+        kind = _kind(file)
         with _opened(file) as raw:
             if kind in PARQUET:
                 found = _parquet_rows(file, raw, field)
@@ -140,7 +162,7 @@ def _json_rows(file: Path, handle: Any, field: str) -> Iterator[str]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{file}, line {number} is not JSON: {error}") from error
             yield _text_of(row, field, f"{file}, line {number}")
     except (OSError, EOFError, lzma.LZMAError) as error:
@@ -182,9 +204,12 @@ def _damaged(file: Path, error: Exception) -> DataError:
 
 def _hub_corpus(source: str, field: str) -> Corpus:
     """Streamed, so nothing but its tokens is kept; known by the data set's own revision."""
-    datasets = _needed("datasets", f"to stream {source}")
-    name, config, split = [*source.removeprefix("hf:").split(":"), "", ""][:3]
+    parts = source.removeprefix("hf:").split(":")
+    if not parts[0] or len(parts) > 3:
+        raise DataError(f"{source} names no data set; give hf:NAME[:CONFIG[:SPLIT]]")
+    name, config, split = [*parts, "", ""][:3]
     split = split or "train"
+    datasets = _needed("datasets", f"to stream {source}")
     try:
         builder = datasets.load_dataset_builder(name, config or None)
         stream = datasets.load_dataset(name, config or None, split=split, streaming=True)

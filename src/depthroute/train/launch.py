@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from depthroute import presets
+from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.models.convert import convert, converted_config
@@ -26,7 +27,7 @@ from depthroute.train.data import TokenData
 from depthroute.train.fit import Fit, Sink, export, peak_memory
 from depthroute.train.lockstep import LOOK_SEQUENCES, Look, look_inputs
 from depthroute.train.loop import StepResult, Trainer
-from depthroute.train.prepare import choose_device
+from depthroute.train.prepare import choose_device, refuse_too_large
 from depthroute.train.resuming import open_run, refuse_another
 from depthroute.train.run_directory import RunDirectory
 from depthroute.train.settings import TrainSettings, from_recipe
@@ -95,14 +96,15 @@ def train(
     shape: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A preset's model from scratch, with another routing or shape if given."""
-    chosen = presets.get(preset)
-    chosen = replace(chosen, model=chosen.model | (shape or {}), routing=routing or chosen.routing)
+    chosen = presets.with_model(presets.get(preset), shape or {})
+    chosen = replace(chosen, routing=routing or chosen.routing)
+    # a bad routing is refused before text is tokenised
+    refuse_too_large(presets.build(chosen, device="meta"), choose_device(request.device))
     settings = _ten_looks(from_recipe(chosen.recipe, request.changes, f"preset {preset!r}"))
     tokenizer = sources.default_tokenizer(chosen, request)
 
     def job(vocabulary: dict[str, Any]) -> _Job:
-        fitted = sources.fit_vocabulary(chosen, vocabulary)
-        presets.build(fitted, device="meta")  # a bad shape is refused before anything is written
+        fitted = sources.fit_vocabulary(chosen, vocabulary, shape)
         sources.check_length(settings, fitted.model.get("max_position_embeddings"))
 
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
@@ -136,6 +138,11 @@ def finetune(
                 verify = data.validation_batches(1)[0].inputs.to(device)
             model = convert(plain, routing, verify=verify, tolerance=tolerance or 0.0)
             if freeze_base:
+                if not model.routing_parameters():
+                    raise ConfigError(
+                        f"--freeze-base trains the routing alone, and {label(routing)} has no "
+                        "parameters; leave it out, or choose another method"
+                    )
                 model.freeze_base()
             return model
 
@@ -151,9 +158,13 @@ def _launch(
     tokenizer: str,
     settings: TrainSettings,
 ) -> dict[str, Any]:
-    if request.parallel not in MODES:
-        raise ConfigError(f"--parallel {request.parallel!r} is none of {', '.join(MODES)}")
+    check_choice("--parallel", request.parallel, MODES)
     with joined(choose_device(request.device)) as world:
+        if request.parallel != MODES[0] and world.size == 1:
+            raise ConfigError(
+                f"--parallel {request.parallel} is for several processes, and this is one; start "
+                "it with torchrun, or leave it out"
+            )
         _check_ranks(settings, world)
         prepared = world.on_main(
             lambda: sources.prepare(request, tokenizer, request.watch.on_progress)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError, unknown
+from depthroute.errors import ConfigError, shown, unknown
 
 METHODS: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
@@ -49,24 +50,27 @@ def parse_method(text: str) -> Method:
     name = _ALIASES.get(name, name)
     if name not in METHODS:
         raise unknown("method", name, METHODS)
-    values = dict(METHODS[name])
-    for change in changes:
-        key, value = parse_assignment(change, f"method {text!r}")
-        if key in ("block_size", "num_blocks"):
-            # they say the same thing; the one given last counts
-            values.pop("block_size", None)
-            values.pop("num_blocks", None)
-        values[key] = value
-    return Method(":".join([name, *changes]), RoutingConfig.from_dict(values))
+    where = f"method {shown(text)}"
+    given = parse_assignments(changes, where)
+    if "method" in given:
+        raise ConfigError(f"{where}: its name says the method; leave out method=...")
+    blocks = {"block_size", "num_blocks"}  # they say the same thing, each in its own way
+    values = {k: v for k, v in METHODS[name].items() if k not in blocks or not blocks & {*given}}
+    return Method(":".join([name, *changes]), RoutingConfig.from_dict(values | given))
 
 
-def parse_assignment(text: str, where: str) -> tuple[str, Any]:
-    """``key=value`` with the value read as JSON, or as a string where it is none."""
-    key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"{where}: {text!r} is not of the form key=value")
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
-        parsed = value
-    return key.strip(), parsed
+def parse_assignments(texts: Sequence[str], where: str) -> dict[str, Any]:
+    """``key=value`` each, the value read as JSON, or as a string where it is none."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        key = key.strip()
+        if not separator or not key:
+            raise ConfigError(f"{where}: {shown(text)} must be key=value")
+        if key in values:
+            raise ConfigError(f"{where}: {key} is given twice, as in {shown(text)}; give it once")
+        try:
+            values[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            values[key] = value
+    return values

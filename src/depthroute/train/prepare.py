@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from depthroute.errors import ConfigError
 from depthroute.train import data as text
 from depthroute.train import sources, tokenise
 from depthroute.train.compare import Comparison
-from depthroute.train.methods import parse_assignment, parse_methods
+from depthroute.train.methods import parse_methods
 from depthroute.train.settings import from_preset
 from depthroute.train.shards import read_index
 from depthroute.train.sources import TextSource
 
+BYTES_PER_PARAMETER = 16
+"""fp32: the weight, its gradient and the two moments of Adam."""
 ONE_RUN_ONLY = {
     "on_bad_step": "drops a method whose step goes bad",
     "keep_last": "keeps its newest checkpoint alone",
@@ -31,19 +34,18 @@ def comparison(
     num_seeds: int = 2,
     source: TextSource | None = None,
     device: str = "auto",
-    assignments: list[str] | None = None,
+    changes: dict[str, Any] | None = None,
     shape: dict[str, Any] | None = None,
     equal: str = "tokens",
     on_progress: Callable[[tokenise.Progress], None] = lambda progress: None,
 ) -> Comparison:
     """``source`` left out is the running Python's standard library, read as bytes."""
-    chosen = presets.get(preset)
-    chosen = replace(chosen, model=chosen.model | (shape or {}))
-    parsed = parse_methods(methods)
+    chosen = presets.with_model(presets.get(preset), shape or {})
+    parsed, where = parse_methods(methods), choose_device(device)
     for method in parsed:
         # so that a block too long for this model is refused now and not after the first method
-        presets.build(chosen, method.routing, device="meta")
-    changes = dict(parse_assignment(a, "--set") for a in assignments or [])
+        refuse_too_large(presets.build(chosen, method.routing, device="meta"), where)
+    changes = changes or {}
     for name, reason in ONE_RUN_ONLY.items():
         if name in changes:
             raise ConfigError(
@@ -51,11 +53,11 @@ def comparison(
             )
     settings = from_preset(chosen, changes)
     sources.check_length(settings, chosen.model.get("max_position_embeddings"))
-    where, seeds = choose_device(device), tuple(range(num_seeds))
+    seeds = tuple(range(num_seeds))
     if source is not None:
         tokens = sources.prepare(source, sources.default_tokenizer(chosen, source), on_progress)
         index = read_index(tokens.folder, verify=False)
-        fitted = sources.fit_vocabulary(chosen, index["tokenizer"])
+        fitted = sources.fit_vocabulary(chosen, index["tokenizer"], shape)
         unit = "byte" if index["tokenizer"]["name"] == "bytes" else "token"
         about = sources.describe(index) | {"unit": unit}
         found = sources.open_folder(tokens.folder, settings)
@@ -70,16 +72,30 @@ def comparison(
     return Comparison(chosen, parsed, seeds, settings, found, where, equal)
 
 
+def refuse_too_large(model: Any, device: torch.device) -> None:
+    """Before text is tokenised for a ``model`` (on ``meta``) that this machine can never hold."""
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room *= int(os.environ.get("WORLD_SIZE", "1"))  # sharded, ranks share it
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed = BYTES_PER_PARAMETER * count
+    if needed > room:
+        raise ConfigError(
+            f"the model has {count:,} parameters, which take {needed / 1e9:,.0f} GB to train, and "
+            f"{device} has {room / 1e9:,.0f} GB; make it smaller with --model, or take a smaller "
+            "preset"
+        )
+
+
 def choose_device(name: str) -> torch.device:
     """``auto`` is the accelerator if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"--device {name!r} is no device; use auto, cpu, cuda or cuda:N"
-        ) from error
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+        raise ConfigError(f"--device {name!r} is no device; use auto, cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"--device {name!r} asked for and this machine has {torch.cuda.device_count()} CUDA "

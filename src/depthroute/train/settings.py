@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from depthroute.errors import ConfigError, unknown
+from depthroute.checks import (
+    check_betas,
+    check_choice,
+    check_number,
+    check_object,
+    check_switch,
+    check_whole,
+    is_finite,
+)
+from depthroute.errors import ConfigError
 from depthroute.presets import Preset, Recipe
 
 SCHEDULES = ("cosine", "wsd")
@@ -16,6 +24,16 @@ POLICIES = ("stop", "skip")
 _WHOLE = {"steps": 1, "batch_size": 1, "sequence_length": 1, "warmup_steps": 0}
 _WHOLE |= {"validate_every": 1, "validation_sequences": 1, "accumulation": 1}
 _WHOLE |= {"save_every": 1, "keep_last": 1}
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "lr": {"above": 0.0},
+    "min_lr": {"least": 0.0},
+    "routing_lr": {"above": 0.0, "optional": True},
+    "routing_min_lr": {"least": 0.0, "optional": True},
+    "weight_decay": {"least": 0.0},
+    "clip": {"above": 0.0},
+    "spike": {"above": 0.0, "optional": True},
+    "decay_fraction": {"above": 0.0, "most": 1.0},
+}
 _OPTIONAL = ("validate_every", "save_every")
 _SWITCHES = ("gradient_checkpointing", "document_masking")
 MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
@@ -66,23 +84,17 @@ class TrainSettings:
     """Newest checkpoints to keep, besides the one with the best validation loss."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", _pair(self.betas))
+        object.__setattr__(self, "betas", check_betas("train.betas", self.betas))
         for name, least in _WHOLE.items():
-            _check_whole(name, getattr(self, name), least, optional=name in _OPTIONAL)
-        for name in ("lr", "clip"):
-            _check_number(name, getattr(self, name), above=0.0)
-        for name in ("min_lr", "weight_decay"):
-            _check_number(name, getattr(self, name), least=0.0)
-        for name in ("routing_lr", "spike"):
-            if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), above=0.0)
-        if self.routing_min_lr is not None:
-            _check_number("routing_min_lr", self.routing_min_lr, least=0.0)
-            if self.routing_min_lr > self.routing_peak:
-                raise ConfigError(
-                    f"train.routing_min_lr={self.routing_min_lr} is above the routing rate "
-                    f"{self.routing_peak}; give at most that"
-                )
+            is_optional = name in _OPTIONAL
+            check_whole(f"train.{name}", getattr(self, name), least, optional=is_optional)
+        for name, bounds in _NUMBERS.items():
+            check_number(f"train.{name}", getattr(self, name), **bounds)
+        if self.routing_min_lr is not None and self.routing_min_lr > self.routing_peak:
+            raise ConfigError(
+                f"train.routing_min_lr={self.routing_min_lr} is above the routing rate "
+                f"{self.routing_peak}; give at most that"
+            )
         if self.min_lr > self.lr:
             raise ConfigError(
                 f"train.min_lr={self.min_lr} is above train.lr={self.lr}; the schedule ends at "
@@ -95,23 +107,21 @@ class TrainSettings:
             )
         choices = {"schedule": SCHEDULES, "precision": PRECISIONS, "on_bad_step": POLICIES}
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise unknown(f"train.{name}", getattr(self, name), allowed)
+            check_choice(f"train.{name}", getattr(self, name), allowed)
         for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"train.{name}={getattr(self, name)!r} must be true or false")
-        if self.compile is not None and not isinstance(self.compile, str):
-            raise ConfigError(
-                f"train.compile={self.compile!r} must name a backend, such as inductor"
-            )
+            check_switch(f"train.{name}", getattr(self, name))
+        if self.compile is not None:
+            check_choice("train.compile", self.compile, _compilers())
         if self.batch_size % self.accumulation:
             raise ConfigError(
                 f"train.accumulation={self.accumulation} does not divide train.batch_size="
                 f"{self.batch_size} into equal parts; choose a divisor"
             )
-        _check_number("decay_fraction", self.decay_fraction, above=0.0)
-        if self.decay_fraction > 1:
-            raise ConfigError(f"train.decay_fraction={self.decay_fraction} must be at most 1")
+        if self.schedule != "wsd" and self.decay_fraction != TrainSettings.decay_fraction:
+            raise ConfigError(
+                f"train.decay_fraction={self.decay_fraction} has no meaning for schedule="
+                f"{self.schedule!r}; it belongs to wsd. Leave it out, or set schedule=wsd"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -126,7 +136,7 @@ class TrainSettings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainSettings:
-        _refuse_unknown(values)
+        check_object("training setting", values, _names())
         missing = [
             name for name in ("steps", "batch_size", "sequence_length", "lr") if name not in values
         ]
@@ -135,7 +145,7 @@ class TrainSettings:
         return cls(**values)
 
     def with_changes(self, changes: dict[str, Any]) -> TrainSettings:
-        _refuse_unknown(changes)
+        check_object("training setting", changes, _names())
         return replace(self, **changes)
 
 
@@ -149,8 +159,8 @@ def from_recipe(recipe: Recipe, changes: dict[str, Any] | None, name: str) -> Tr
 
     ``name`` is whose recipe it is, for errors.
     """
-    changes = dict(changes or {})
-    _refuse_unknown(changes)
+    changes = {} if changes is None else changes
+    check_object("training setting", changes, _names())
     values: dict[str, Any] = {
         "steps": recipe.steps,
         "sequence_length": recipe.sequence_length,
@@ -176,39 +186,17 @@ def from_recipe(recipe: Recipe, changes: dict[str, Any] | None, name: str) -> Tr
 
 def _in_proportion(value: float | None, whole: float | None, changed: Any) -> float | None:
     """``value`` as ``whole`` becomes ``changed``; what is no number is refused by validation."""
-    if value is None or not whole or not isinstance(changed, int | float):
+    if value is None or not whole or not is_finite(changed):
         return value
     return value * changed / whole
 
 
-def _refuse_unknown(values: dict[str, Any]) -> None:
-    known = [f.name for f in fields(TrainSettings)]
-    for name in values:
-        if name not in known:
-            raise unknown("training setting", name, known)
+def _names() -> list[str]:
+    return [f.name for f in fields(TrainSettings)]
 
 
-def _pair(betas: Any) -> tuple[float, float]:
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or not all(isinstance(b, int | float) and 0 <= b < 1 for b in betas):
-        raise ConfigError(f"train.betas={betas!r} must be two numbers of at least 0 and below 1")
-    return (float(betas[0]), float(betas[1]))
+def _compilers() -> list[str]:
+    """Every backend of torch.compile here, those for debugging too: asked only if one is named."""
+    import torch
 
-
-def _check_whole(name: str, value: Any, least: int, *, optional: bool) -> None:
-    if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"train.{name}={value!r} must be a whole number of at least {least}")
-
-
-def _check_number(
-    name: str, value: Any, *, above: float | None = None, least: float | None = None
-) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        raise ConfigError(f"train.{name}={value!r} must be a finite number")
-    if above is not None and not value > above:
-        raise ConfigError(f"train.{name}={value!r} must be greater than {above:g}")
-    if least is not None and value < least:
-        raise ConfigError(f"train.{name}={value!r} must be at least {least:g}")
+    return torch.compiler.list_backends(exclude_tags=())

@@ -7,11 +7,12 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from depthroute.checks import check_whole
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train import tokenise
 from depthroute.train.data import HELD_OUT_PERCENT, TokenData
-from depthroute.train.documents import open_corpus
+from depthroute.train.documents import FIELD, open_corpus
 from depthroute.train.settings import TrainSettings
 from depthroute.train.vocabulary import Vocabulary
 
@@ -30,7 +31,8 @@ class TextSource:
     tokenizer: str | None = None
     trust_remote_code: bool = False
     """Whether the tokenizer may run code that it brings along."""
-    text_field: str = "text"
+    text_field: str | None = None
+    """Of a row; left out, ``text``."""
     held_out: float | None = None
     """Percent of the documents; left out, 5."""
     max_tokens: int | None = None
@@ -59,10 +61,18 @@ def prepare(
             f"--validation {source.validation} is the held-out text, so --held-out "
             f"{source.held_out} would be ignored; give one of them"
         )
-    corpus = open_corpus(source.data, field=source.text_field)
-    judged = None
+    check_whole("--max-tokens", source.max_tokens, optional=True)
+    check_whole("--workers", source.workers, optional=True)
+    field = FIELD if source.text_field is None else source.text_field
+    corpus, judged = open_corpus(source.data, field=field), None
     if source.validation is not None:
-        judged = open_corpus(source.validation, field=source.text_field)
+        judged = open_corpus(source.validation, field=field)
+    has_rows = corpus.has_rows or (judged is not None and judged.has_rows)
+    if source.text_field is not None and not has_rows:
+        raise ConfigError(
+            f"--text-field {source.text_field} names a field of JSONL and Parquet, and "
+            f"{source.data} holds neither; leave it out"
+        )
     cache = source.cache or tokenise.cache_folder()
     vocabulary = tokenise.choose_vocabulary(
         source.tokenizer or tokenizer, corpus, cache, trust_remote_code=source.trust_remote_code
@@ -81,7 +91,7 @@ def prepare(
 
 
 def _prepared(source: TextSource) -> Tokens:
-    for name in ("validation", "tokenizer", "held_out", "max_tokens", "workers"):
+    for name in ("validation", "tokenizer", "text_field", "held_out", "max_tokens", "workers"):
         if getattr(source, name) is not None:
             option = "--" + name.replace("_", "-")
             raise ConfigError(
@@ -131,8 +141,19 @@ def default_tokenizer(preset: Preset, source: TextSource) -> str:
     return source.tokenizer
 
 
-def fit_vocabulary(preset: Preset, tokenizer: dict[str, Any]) -> Preset:
-    """The preset's vocabulary where the tokenizer fits into it, or else the tokenizer's own."""
+def fit_vocabulary(
+    preset: Preset, tokenizer: dict[str, Any], shape: dict[str, Any] | None = None
+) -> Preset:
+    """The preset's vocabulary where the tokenizer fits into it, or else the tokenizer's own.
+
+    A size that was asked for, in ``shape``, has to be large enough.
+    """
+    asked = (shape or {}).get("vocab_size", tokenizer["size"])
+    if asked < tokenizer["size"]:
+        raise ConfigError(
+            f"model.vocab_size={asked} has no room for the {tokenizer['size']} tokens of "
+            f"{tokenizer['name']!r}; leave it out, or use at least {tokenizer['size']}"
+        )
     size = max(preset.model["vocab_size"], tokenizer["size"])
     ends = {"eos_token_id": tokenizer["separator"], "bos_token_id": tokenizer["separator"]}
     return replace(preset, model=preset.model | {"vocab_size": size} | ends)

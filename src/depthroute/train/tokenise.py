@@ -223,6 +223,11 @@ def _write(
         hashes[part].append(number)
         count, tokens = count + 1, tokens + len(document)
         on_progress(Progress(count, tokens, place, corpus.size))
+    if not count and getattr(documents, "left_out", 0):
+        raise DataError(
+            f"all of {corpus.name} is held out: every document of it is in the validation text, "
+            "which is not trained on; give --validation other text, or leave it out"
+        )
     if not count:
         raise DataError(f"{corpus.name} holds no text")
     return hashes
