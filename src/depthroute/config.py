@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from depthroute import schedule
 from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
 from depthroute.errors import ConfigError
 from depthroute.plan import Plan
@@ -156,7 +157,7 @@ class RoutingConfig:
         ``num_layers`` is the depth as run (with ``loops``, all visits counted).
         ``converting=True`` makes a missing ``init`` the identity.
         """
-        return Plan.build(
+        return schedule.build(
             self,
             num_layers,
             width=width,

@@ -25,6 +25,15 @@ def folders(tmp_path_factory):
     return root
 
 
+def test_inspect_shows_the_plan_without_a_text(depthroute, tmp_path):
+    model = save(tmp_path / "model", "delta")
+    status, out, _ = depthroute("inspect", model, "--plan")
+    assert status == 0 and "layers.0.attention  state" in out and "softmax" in out
+    for arguments in (["--plan", "--json"], []):
+        status, _, err = depthroute("inspect", model, *arguments)
+        assert status == 2 and err.splitlines()[-1].startswith("error: ")
+
+
 def test_inspect_as_json_is_the_trace_of_the_model(depthroute, folders):
     arguments = ["inspect", str(folders / "delta"), "--text", str(folders / "text.txt")]
     status, out, err = depthroute(*arguments, "--tokens", "64", "--json", "--gradients")

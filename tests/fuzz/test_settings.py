@@ -48,7 +48,7 @@ def check_routing(values: Any, layers: int) -> None:
     for converting in (False, True):
         plan, _ = refusal(config.resolve, layers, width=8, converting=converting)
         if plan is not None:
-            assert all(plan.num_sources(i) >= 0 for i in range(plan.num_sublayers + 1))
+            assert all(plan.places[i].num_sources >= 0 for i in range(plan.num_sublayers + 1))
             assert math.isfinite(plan.eps) and plan.eps > 0
 
 

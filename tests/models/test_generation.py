@@ -240,9 +240,9 @@ def test_a_looped_stack_equals_its_unrolled_copy():
 def test_looped_depth_attention_draws_on_its_own_earlier_visits():
     looped = model_for("looped depth attention")
     plan = looped.plan
-    assert plan.depth_sources(0) == ()
-    assert plan.depth_sources(3) == (0,)
-    assert plan.depth_sources(8) == (2, 5, 6, 7)  # own earlier visits, then this visit's anchors
+    assert plan.depth[0].sources == ()
+    assert plan.depth[3].sources == (0,)
+    assert plan.depth[8].sources == (2, 5, 6, 7)  # own earlier visits, then this visit's anchors
     trace = dr.trace(looped, tokens())
     assert trace.sites["layers.8.values"].source_names == tuple(
         f"layers.{j}" for j in (2, 5, 6, 7, 8)

@@ -55,8 +55,8 @@ def test_complete_sources_with_a_gate_are_refused_as_dead():
 def test_a_gate_is_absent_where_it_could_never_open():
     """At a block's first sublayer the sources sum to the state, so the norm removes the mix."""
     plan = dr.RoutingConfig("delta", block_size=4, init="gate").resolve(6)
-    assert [i for i in range(12) if not plan.has_site(i)] == [0, 4, 8]
-    assert [plan.has_query(i) for i in (1, 3, 5)] == [False, False, True]
+    assert [i for i in range(12) if not plan.places[i].has_site] == [0, 4, 8]
+    assert [plan.places[i].has_query for i in (1, 3, 5)] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["attnres full", "delta block", "depth attention"])

@@ -70,9 +70,9 @@ def test_counts_of_sources_sites_and_parameters_follow_the_definitions(drawn):
         embedding=config.embedding_source,
     )
     assert (plan.routing, plan.init, plan.sources) == (routing, init, sources)
-    assert [plan.num_sources(i) for i in range(2 * layers + 1)] == [len(p) for p in places]
+    assert [place.num_sources for place in plan.places] == [len(p) for p in places]
     expected = [owns(plan, i, places, routing, init) for i in range(2 * layers + 1)]
-    assert [(plan.has_query(i), plan.has_gate(i)) for i in range(2 * layers + 1)] == expected
+    assert [(place.has_query, place.has_gate) for place in plan.places] == expected
     named = [
         "final" if i == 2 * layers else f"layers.{i // 2}.{('attention', 'mlp')[i % 2]}"
         for i, owned in enumerate(expected)
@@ -96,11 +96,11 @@ def test_anchors_are_absolute_and_only_needed_layers_are_kept(layers, data):
     for layer in range(layers):
         anchors = {j for j in range(layer) if j % stride == 0}
         recent = {j for j in range(layer) if layer - j <= window}
-        assert plan.depth_sources(layer) == tuple(sorted(anchors | recent))
+        assert plan.depth[layer].sources == tuple(sorted(anchors | recent))
         used.append(anchors | recent)
     for layer in range(layers):
         needed_later = {j for later in used[layer + 1 :] for j in later if j <= layer}
-        assert plan.depth_kept(layer) == tuple(sorted(needed_later))
+        assert plan.depth[layer].kept == tuple(sorted(needed_later))
 
 
 @given(st.integers(1, 8), st.integers(2, 4), st.data())
@@ -114,7 +114,7 @@ def test_a_looped_stack_adds_the_layers_own_earlier_visits(depth, loops, data):
             earlier = [(v, position) for v in range(visit)]
             anchors = [(visit, j) for j in range(position) if j % stride == 0]
             expected = tuple(v * depth + j for v, j in earlier + anchors)
-            assert plan.depth_sources(visit * depth + position) == expected
+            assert plan.depth[visit * depth + position].sources == expected
 
 
 @given(st.integers(1, 40), st.integers(1, 80))
@@ -123,7 +123,7 @@ def test_a_number_of_blocks_gives_that_many_or_says_which_are_possible(layers, b
     possible = {-(-total // size) for size in range(1, total + 1)}
     config = RoutingConfig(method="attnres", num_blocks=blocks)
     if blocks in possible:
-        assert config.resolve(layers).num_sources(total) == blocks + 1  # and the embedding
+        assert config.resolve(layers).places[total].num_sources == blocks + 1  # and the embedding
     else:
         with pytest.raises(ConfigError, match=f"num_blocks={blocks} "):
             config.resolve(layers)

@@ -87,7 +87,8 @@ class Model:
         )
         streams, inputs = [stream], []
         for index, sublayer in enumerate(self.sublayers):
-            inputs.append(stream.read(self.sites.at(index)))
+            x, stream = stream.read(self.sites.at(index))
+            inputs.append(x)
             stream = stream.push(sublayer(inputs[-1]))
             streams.append(stream)
         return streams, [*inputs, stream.finish(self.sites.at(2 * LAYERS))]
@@ -157,7 +158,7 @@ def test_the_whole_grid_equals_its_definition_written_apart(two_phase):
         for place, (x, y) in enumerate(zip(actual, expected, strict=True)):
             assert_close(x, y, **TIGHT, msg=lambda m, p=place, c=config: f"{c} place {p}: {m}")
         if two_phase:
-            opened = [i for i in range(2 * LAYERS) if model.plan.opens_group(i)]
+            opened = [i for i in range(2 * LAYERS) if model.plan.places[i].opens_group]
             assert all(streams[i].priors for i in opened), f"{config}: phase 1 did not run"
 
 
@@ -214,7 +215,7 @@ def test_the_visible_sources_are_the_sums_the_definition_names(config, seed):
     outputs |= {i: f(x) for i, (f, x) in enumerate(zip(model.sublayers, inputs, strict=False))}
     for stream, places in zip(streams, defined_places(config, model.plan), strict=True):
         visible = stream.visible()
-        assert len(visible) == len(places) == model.plan.num_sources(stream.index)
+        assert len(visible) == len(places) == model.plan.places[stream.index].num_sources
         for source, terms in zip(visible, places, strict=True):
             assert_close(source, sum(outputs[t] for t in sorted(terms)), **TIGHT)
 
@@ -359,7 +360,7 @@ def test_reading_and_pushing_never_change_an_older_stream(config, two_phase, see
         assert all(tensor._version == 0 for tensor in held if tensor._base is None)
         copies = [[t.clone() for t in stream.tensors()] for stream in streams]
         for index in reversed(range(len(streams))):
-            again = streams[index].read(model.sites.at(index))
+            again, _ = streams[index].read(model.sites.at(index))
             assert torch.equal(again, inputs[index])
             if index < 2 * LAYERS:
                 streams[index].push(torch.ones_like(again))

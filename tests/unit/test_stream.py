@@ -26,7 +26,7 @@ def test_the_documented_loop_runs_in_anybodys_transformer():
     stream = nn.ResidualStream.start(embedding, config, num_layers=2)
     outputs = []
     for index in range(4):
-        x = stream.read(sites.at(index))
+        x, stream = stream.read(sites.at(index))
         outputs.append(torch.tanh(x))
         stream = stream.push(outputs[-1])
     out = stream.finish(sites["final"])
@@ -198,7 +198,7 @@ def depth_memories(**settings):
 def test_depth_attention_mixes_the_already_mixed_values_of_its_anchors(settings):
     plan, _, record = depth_memories(**settings)
     for layer, (query, key, value, mixed) in enumerate(record):
-        chosen = [record[j] for j in plan.depth_sources(layer)]
+        chosen = [record[j] for j in plan.depth[layer].sources]
         keys, values = [r[1] for r in chosen] + [key], [r[3] for r in chosen] + [value]
         scores = torch.stack([(query * k).sum(-1) / 2 for k in keys])
         alpha = torch.softmax(scores, 0)
@@ -212,7 +212,7 @@ def test_a_depth_memory_holds_what_later_layers_need_and_survives_a_round_trip(s
     plan, memories, _ = depth_memories(**settings)
     for layer, memory in enumerate(memories):
         assert memory.layer == layer
-        assert memory.held == (plan.depth_kept(layer - 1) if layer else ())
+        assert memory.held == (plan.depth[layer - 1].kept if layer else ())
         assert len(memory.keys) == len(memory.values) == memory.num_held(layer)
         leaves, structure = pytree.tree_flatten(memory)
         for again in (
@@ -256,7 +256,7 @@ def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatc
         stream = nn.ResidualStream.start(embedding, plan, sites=sites)
         waited = 0
         for index in range(plan.num_sublayers):
-            x, stream = stream.take(sites.at(index), norm)
+            x, stream = stream.read(sites.at(index), norm)
             stream = stream.push(torch.tanh(x) * (1 + index))
             waited += stream.pending is not None
             if index == 4:  # looked at in the middle, as checkpointing and pipelines do
@@ -273,7 +273,7 @@ def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatc
     monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda held, count: True)
     together, waited, found = run()
     assert none == 0
-    assert (waited > 0) == any(plan.fuses(i) for i in range(1, plan.num_sublayers))
+    assert (waited > 0) == any(plan.places[i].fuses for i in range(1, plan.num_sublayers))
     assert_close(together, apart)
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max()))
@@ -291,7 +291,7 @@ def test_after_phase_one_only_newer_sources_have_to_fit_the_kernel(monkeypatch):
     sites = nn.Sites(plan, WIDTH)
     stream, waited = nn.ResidualStream.start(torch.randn(3, WIDTH), plan, sites=sites), []
     for index in range(plan.num_sublayers):
-        x, stream = stream.take(sites.at(index))
+        x, stream = stream.read(sites.at(index))
         stream = stream.push(x)
         if stream.pending is not None:
             waited.append(index + 1)
@@ -311,7 +311,7 @@ def test_after_phase_one_only_newer_sources_have_to_fit_the_kernel(monkeypatch):
 def test_the_last_place_that_reads_sources(settings, last, monkeypatch):
     """It hands them on to nobody: a compiled graph would make gradients of zeros for them."""
     plan = RoutingConfig(**settings).resolve(4, width=WIDTH)
-    assert plan.last_read == last
+    assert [place.hands_on for place in plan.places] == [index < last for index in range(9)]
     handed, boundary = [], ops.depth_boundary
 
     def spy(*args, hands_on: bool, **options):
@@ -323,12 +323,13 @@ def test_the_last_place_that_reads_sources(settings, last, monkeypatch):
     sites = nn.Sites(plan, WIDTH)
     stream = nn.ResidualStream.start(torch.randn(3, WIDTH), plan, sites=sites)
     for index in range(plan.num_sublayers):
-        x, stream = stream.take(sites.at(index))
+        x, stream = stream.read(sites.at(index))
         stream = stream.push(x)
     assert all(handed[:-1]) and handed[-1] == (last == 8)
 
 
 def test_most_places_of_block_methods_are_one_kernel():
-    plan = RoutingConfig("delta", num_blocks=4).resolve(28)
-    assert sum(plan.fuses(i) for i in range(56)) == 42  # the first block has nothing to choose
-    assert sum(RoutingConfig("attnres", num_blocks=8).resolve(28).fuses(i) for i in range(56)) == 55
+    delta = RoutingConfig("delta", num_blocks=4).resolve(28)
+    assert sum(place.fuses for place in delta.places) == 42  # the first block has no choice
+    attnres = RoutingConfig("attnres", num_blocks=8).resolve(28)
+    assert sum(place.fuses for place in attnres.places) == 55

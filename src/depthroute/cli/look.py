@@ -18,7 +18,10 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 @app.command(epilog="Example: `depthroute inspect ./smol-delta --text wiki.txt`")
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a routed model.")],
-    text: Annotated[Path, typer.Option(help="Text to run the model on.")],
+    text: Annotated[Path | None, typer.Option(help="Text to run the model on.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Instead: what every place reads, as the plan has it.")
+    ] = False,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also gradient magnitudes (for --json).")
@@ -38,6 +41,15 @@ def inspect(
     from depthroute.diagnostics.terminal import routing_map
     from depthroute.errors import CheckpointError, ConfigError
 
+    if plan:
+        if text is not None or gradients or as_json:
+            raise ConfigError("--plan runs nothing; leave out --text, --gradients and --json")
+        from depthroute.models.loading import from_pretrained
+
+        print(from_pretrained(model, trust_remote_code=trust_remote_code).plan)
+        return
+    if text is None:
+        raise ConfigError("give the text to run the model on with --text, or ask for the --plan")
     if gradients and not as_json:
         raise ConfigError("--gradients are in the JSON alone; add --json, or leave it out")
     content = read_text(text)

@@ -72,9 +72,9 @@ class _Recorder:
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None:
         if site is None or site.query is None:
             return
-        name = stream.plan.site_name(stream.index)
+        name = stream.place.name
         weights = site.weights([s.detach() for s in stream.visible()])
-        self.sites[name] = summarise(name, source_names(stream), weights)
+        self.sites[name] = summarise(name, stream.place.source_names, weights)
 
     def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None:
         names = tuple(f"layers.{j}" for j in (*layers, layer))
@@ -82,7 +82,7 @@ class _Recorder:
         self.sites[name] = summarise(name, names, weights.detach())
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
-        name = stream.plan.site_name(stream.index)
+        name = stream.place.name
         self.magnitudes.append((name, _rms(output), _rms(stream.value)))
         if self.keep_outputs:
             self.outputs.append(output)
@@ -103,27 +103,6 @@ def summarise(name: str, names: tuple[str, ...], weights: Tensor) -> SiteTrace:
         normalised_max=(top - 1 / count) / (1 - 1 / count),
         normalised_entropy=entropy / math.log(count),
     )
-
-
-def source_names(stream: ResidualStream) -> tuple[str, ...]:
-    """What each visible source is: ``embedding``, a sublayer, a block of them, or ``partial``."""
-    plan, index = stream.plan, stream.index
-    count = plan.num_finished(index)
-    if plan.sources == "reference":
-        names = ["embedding", *(f"stored.{n}" for n in range(1, count))]
-    else:
-        names = ["embedding"] if plan.embedding_source else []
-        word = "state" if plan.sources == "cumulative" else "block"
-        for block in range(count - len(names)):
-            start = block * plan.block_size
-            if plan.block_size == 1 and word == "block":
-                names.append(plan.site_name(start))
-            else:
-                end = start + plan.block_size
-                names.append(f"{word}.{block}" if word == "block" else f"{word}.{end}")
-    if plan.reads_unfinished(index):
-        names.append(f"state.{index}" if plan.sources == "cumulative" else "partial")
-    return tuple(names)
 
 
 def _rms(x: Tensor) -> float:

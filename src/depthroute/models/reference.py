@@ -35,7 +35,7 @@ class Naming:
     final: str
 
     def stem(self, plan: Plan, index: int) -> str:
-        name = plan.site_name(index)
+        name = plan.places[index].name
         if name == FINAL:
             return self.final
         _, layer, kind = name.split(".")
@@ -79,17 +79,17 @@ def import_names(
         stem = prefix + names.stem(plan, index)
         for suffix, parameter in (("_proj.weight", "query"), ("_norm.weight", "key_weight")):
             key = stem + suffix
-            if not plan.has_query(index):
+            if not plan.places[index].has_query:
                 if ours.pop(key, None) is not None:
                     left_out.append(key)
                 continue
             if key not in ours:
                 raise CheckpointError(
-                    f"the checkpoint has no {key!r}, which {plan.site_name(index)} needs "
+                    f"the checkpoint has no {key!r}, which {plan.places[index].name} needs "
                     f"(method {plan.method!r}, block_size {plan.block_size}, naming {naming!r}); "
                     "is it complete, and are the mode and the number of blocks right?"
                 )
-            name = plan.site_name(index).replace(".", "_")
+            name = plan.places[index].name.replace(".", "_")
             ours[f"{prefix}routing.{name}.{parameter}"] = ours.pop(key).reshape(-1)
     return ours, left_out
 
@@ -107,7 +107,7 @@ def export_names(
         raise CheckpointError("the state dict holds no routing parameters of this plan")
     (width,) = widths
     for index in range(last):
-        name = f"{prefix}routing.{plan.site_name(index).replace('.', '_')}"
+        name = f"{prefix}routing.{plan.places[index].name.replace('.', '_')}"
         stem = prefix + names.stem(plan, index)
         query = theirs.pop(f"{name}.query", example.new_zeros(width))
         gain = theirs.pop(f"{name}.key_weight", example.new_ones(width))

@@ -5,7 +5,7 @@ A transformers decoder computes embeddings, masks and rotary tables, runs
 value it hands from layer to layer is a :class:`LayerState` holding the residual stream, so every
 family keeps its own preamble, cache and head, and this file holds the only layer body:
 
-    x, stream = stream.take(site, norm)
+    x, stream = stream.read(site, norm)
     stream    = stream.push(sublayer(x))
 
 The classes are made from the family's own (``RoutedLlamaDecoderLayer`` is a ``LlamaDecoderLayer``)
@@ -122,7 +122,7 @@ class RoutedLayer(nn.Module):
             kwargs.pop(name, None)
         self._shift_cache(stream, kwargs)
         site, norm = sites.at(stream.index), self._norm(spec.attention)
-        read, stream = stream.take(site, None if self.is_parallel else norm)
+        read, stream = stream.read(site, None if self.is_parallel else norm)
         x = norm.apply(read) if self.is_parallel and norm is not None else read
         if memory is None:
             output = self._attend(x, kwargs)
@@ -134,7 +134,7 @@ class RoutedLayer(nn.Module):
             stream = stream.push(output + self._run(spec.mlp, x))
         else:
             stream = stream.push(output)
-            x, stream = stream.take(sites.at(stream.index), norm)
+            x, stream = stream.read(sites.at(stream.index), norm)
             stream = stream.push(self._run(spec.mlp, x))
         return LayerState(stream, memory)
 

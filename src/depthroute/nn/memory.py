@@ -28,7 +28,7 @@ class DepthMemory:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None
     ) -> Tensor:
         """The value of this layer after mixing; layer 0 is plain attention."""
-        wanted = self.plan.depth_sources(self.layer)
+        wanted = self.plan.depth[self.layer].sources
         if not wanted:
             return value
         places = [self.held.index(layer) for layer in wanted]
@@ -47,7 +47,7 @@ class DepthMemory:
         held, keys, values = list(self.held), list(self.keys), list(self.values)
         if key is not None and value is not None:
             held, keys, values = [*held, self.layer], [*keys, key], [*values, value]
-        kept = [p for p, layer in enumerate(held) if layer in self.plan.depth_kept(self.layer)]
+        kept = [p for p, layer in enumerate(held) if layer in self.plan.depth[self.layer].kept]
         return replace(
             self,
             layer=self.layer + 1,
@@ -58,7 +58,7 @@ class DepthMemory:
 
     def num_held(self, layer: int) -> int:
         """How many layers the memory holds just before ``layer`` runs."""
-        return len(self.plan.depth_kept(layer - 1)) if layer else 0
+        return len(self.plan.depth[layer - 1].kept) if layer else 0
 
     def to(self, device: Any, non_blocking: bool = False) -> DepthMemory:
         """On ``device``, for a layer that is there."""
@@ -74,7 +74,7 @@ class DepthMemory:
 
     def with_tensors(self, tensors: list[Tensor], layer: int | None = None) -> DepthMemory:
         layer = self.layer if layer is None else layer
-        held = self.plan.depth_kept(layer - 1) if layer else ()
+        held = self.plan.depth[layer - 1].kept if layer else ()
         half = len(held)
         return replace(
             self,

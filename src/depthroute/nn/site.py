@@ -209,23 +209,25 @@ class Sites(nn.Module):
         gate_start = 1.0 if plan.learned and plan.init != "gate" else 0.0
         self._names: dict[str, str] = {}
         self._by_index: dict[int, str] = {}
-        for index, name in plan.site_names().items():
+        for place in plan.places:
+            if not place.has_site:
+                continue
             site = Site(
                 width,
                 eps=plan.eps,
                 heads=plan.heads,
                 head_norm=plan.head_norm,
-                has_query=plan.has_query(index),
-                gate=gate_start if plan.has_gate(index) else None,
+                has_query=place.has_query,
+                gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
             )
-            key = name.replace(".", "_")
+            key = place.name.replace(".", "_")
             self.add_module(key, site)
-            self._names[name] = self._by_index[index] = key
+            self._names[place.name] = self._by_index[place.index] = key
 
     def forward(self, embedding: Tensor | None = None) -> Routing:
         """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
-        places = range(self.plan.num_sublayers + 1)
+        places = range(len(self.plan.places))
         sites = (None if (site := self.at(i)) is None else site() for i in places)
         return Routing(self.plan, tuple(sites), self.observer)
 

@@ -1,15 +1,15 @@
 """The residual stream: explicit, immutable, and the only place that knows what a source is.
 
-    x      = stream.read(site)
-    stream = stream.push(sublayer(norm(x)))
-    out    = stream.finish(final_site)
+    x, stream = stream.read(site, norm)
+    stream    = stream.push(sublayer(x))
+    out       = stream.finish(final_site)
 
-``read`` changes nothing and ``push`` returns a new stream, so activation checkpointing may run a
-layer twice, ``torch.compile`` can trace it and a pipeline stage can send it. A stream is a pytree:
-its tensors are leaves, its plan and position are structure.
+Both return a new stream and change nothing, so activation checkpointing may run a layer twice,
+``torch.compile`` can trace it and a pipeline stage can send it. A stream is a pytree: its tensors
+are leaves, its plan and position are structure.
 
 Where the kernels can do a whole boundary at once (:func:`depthroute.ops.depth_boundary`), ``push``
-only notes the output and the next ``take`` adds it, mixes and applies the pre-norm. Every other way
+only notes the output and the next ``read`` adds it, mixes and applies the pre-norm. Every other way
 of looking at a stream sees the output added.
 """
 
@@ -27,7 +27,7 @@ from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.nn.site import Routing, Site, SiteParameters, Sites
-from depthroute.plan import Plan
+from depthroute.plan import Place, Plan
 
 
 class Observer(Protocol):
@@ -86,7 +86,7 @@ class ResidualStream:
                     "RoutingConfig; or pass config.resolve(num_layers)"
                 )
             config = config.resolve(num_layers, width=embedding.shape[-1])
-        holds = config.num_finished(0) > 0
+        holds = config.places[0].num_finished > 0
         return cls(
             plan=config,
             index=0,
@@ -95,6 +95,11 @@ class ResidualStream:
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
         )
+
+    @property
+    def place(self) -> Place:
+        """What the plan says of the place ahead."""
+        return self.plan.places[self.index]
 
     @property
     def value(self) -> Tensor:
@@ -113,49 +118,49 @@ class ResidualStream:
         """The sources that the place before sublayer ``index`` reads."""
         if self.pending is not None:
             return self.settled().visible()
-        if not self.plan.reads_unfinished(self.index):
+        if not self.place.reads_unfinished:
             return self.sources
         unfinished = self.state if self.partial is None else self.partial
         assert unfinished is not None
         return (*self.sources, unfinished)
 
-    def read(self, site: Site | SiteParameters | None = None) -> Tensor:
-        """What the next sublayer receives, before its own norm."""
-        return self.settled()._read(_called(site), carries=False)[0]
-
-    def take(
+    def read(
         self, site: Site | SiteParameters | None = None, norm: PreNorm | None = None
     ) -> tuple[Tensor, ResidualStream]:
-        """:meth:`read`, through the sublayer's norm if one is given, and the stream to go on with.
+        """What the next sublayer receives, through its norm if one is given, and the stream to go
+        on with.
 
         The stream holds the same values. Where the kernels can, its sources are those the read
         handed on (:mod:`depthroute.ops.carry`), so that in backward every source's gradient is
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
         site = _called(site)
-        if site is not None and self._fuses(self.index):
+        if site is not None and self._fuses():
             return self._boundary(site, norm)
         held = self.sources[0] if self.sources else self.state
         assert held is not None
         carries = torch.is_grad_enabled() and held.device.type == "cuda"
-        carries = carries and self.index < self.plan.last_read
+        carries = carries and self.place.hands_on
         x, after = self.settled()._read(site, carries)
         return (x if norm is None else norm.apply(x)), after
 
-    def _fuses(self, index: int) -> bool:
-        """Whether the place before sublayer ``index`` is one call of the boundary kernel."""
-        plan, held = self.plan, self.sources[0] if self.sources else self.state
-        if not plan.fuses(index) or self.observer is not None or held is None:
+    def _fuses(self) -> bool:
+        """Whether the place ahead is one call of the boundary kernel."""
+        place, held = self.place, self.sources[0] if self.sources else self.state
+        if not place.fuses or self.observer is not None or held is None:
             return False
-        # after phase 1, only what came since
-        finished = plan.num_finished(plan.group(index).start) if self.priors else 0
-        return ops.fuses_boundary(held, plan.num_sources(index) - finished)
+        return ops.fuses_boundary(held, place.num_sources - self._num_grouped)
+
+    @property
+    def _num_grouped(self) -> int:
+        """Sources that phase 1 has read for the place ahead; only what came since is left."""
+        return self.place.num_grouped if self.priors else 0
 
     def _boundary(
         self, site: SiteParameters, norm: PreNorm | None
     ) -> tuple[Tensor, ResidualStream]:
         """Push what is pending, mix and apply the norm, in one kernel."""
-        plan, index = self.plan, self.index
+        plan, place = self.plan, self.place
         residual = self.state if plan.adds_state else None
         pushed, partial, is_read = self.pending, self.partial, False
         sources = self.sources
@@ -163,26 +168,25 @@ class ResidualStream:
             residual = self._unread if plan.sums_sources else residual
             sources, partial = self.visible(), None
         else:
-            is_read = plan.num_sources(index) > len(sources)
+            is_read = place.num_sources > len(sources)
             if plan.sums_sources and not is_read:
                 # the block's sum takes the place of the state: x is it and what the sources give
                 starts = partial is None
                 residual, partial = (pushed, None) if starts else (partial, None)
                 pushed = None if starts else pushed
-        finished, prior = 0, {}
+        finished, prior = self._num_grouped, {}
         if self.priors:
-            finished = plan.num_finished(plan.group(index).start)
             prior = {"prior": self.priors[0][0], "prior_lse": self.priors[0][1]}
         fused = norm is not None and norm.weight is not None
         goes_on = partial is not None  # the kernel makes the block's sum
-        hands_on = index < plan.last_read or (goes_on and is_read)
+        hands_on = place.hands_on or (goes_on and is_read)
         done = site.boundary(
             pushed,
             sources[finished:],
             residual,
             partial,
             reads_last=is_read,
-            scale=plan.scale(index),
+            scale=place.scale,
             centered=plan.is_centered,
             adds_sources=plan.sums_sources,
             dtype=self._dtype,
@@ -205,7 +209,7 @@ class ResidualStream:
             last = done.state if plan.sums_sources and not is_read else done.last
             last = pushed if last is None else last  # a block of one that nobody reads
             assert last is not None
-            closes = plan.boundary(index)
+            closes = place.starts_block
             after = replace(
                 self,
                 sources=(*handed, last) if closes else handed,
@@ -235,25 +239,25 @@ class ResidualStream:
         return x, after
 
     def _route(self, site: SiteParameters | None, carries: bool) -> tuple[Tensor, ResidualStream]:
-        plan = self.plan
-        if not plan.reads_mix(self.index):
+        plan, place = self.plan, self.place
+        if not place.reads_mix:
             return (self.state if self.state is not None else self.value), self
         sources = self.visible()
         count = len(sources)
-        if site is None and plan.has_site(self.index):
+        if site is None and place.has_site:
             raise DepthrouteError(
-                f"{plan.site_name(self.index)} chooses among {count} sources but was read without "
+                f"{place.name} chooses among {count} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
         residual = self.state if plan.adds_state else None
-        if plan.has_gate(self.index):
+        if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
             mix, after = sources[0], self
-            if plan.has_query(self.index):
+            if place.has_query:
                 mix, after = self._mix(site, carries)
             return self.state + site.gate.to(mix.dtype) * mix, after
-        scale = plan.scale(self.index)
-        if not plan.has_query(self.index):
+        scale = place.scale
+        if not place.has_query:
             residual = self.value if plan.sums_sources else residual
             x = sources[0] if residual is None else residual + sources[0]
             return (x if scale == 1.0 else x * scale), self
@@ -269,11 +273,8 @@ class ResidualStream:
         scale: float = 1.0,
     ) -> tuple[Tensor, ResidualStream]:
         """One pass over everything visible, or phase 2 after a group's phase 1."""
-        sources, plan = self.visible(), self.plan
-        finished, prior, lse = 0, None, None
-        if self.priors:
-            prior, lse = self.priors[0]
-            finished = plan.num_finished(plan.group(self.index).start)
+        sources, plan, finished = self.visible(), self.plan, self._num_grouped
+        prior, lse = self.priors[0] if self.priors else (None, None)
         newer = sources[finished:]
         options: dict[str, Any] = {"scale": scale}
         if prior is None:
@@ -305,42 +306,43 @@ class ResidualStream:
         held = self.state if self.state is not None else self.sources[0]
         if output.shape != held.shape:
             raise DepthrouteError(
-                f"{plan.site_name(index)} pushed an output of shape {tuple(output.shape)} onto a "
+                f"{self.place.name} pushed an output of shape {tuple(output.shape)} onto a "
                 f"stream of {tuple(held.shape)}; a sublayer must keep the shape"
             )
         output = output.to(held.dtype)  # under autocast a sublayer's output is narrower
         noted = replace(self, index=index + 1, pending=output, priors=self.priors[1:])
-        return noted if noted._fuses(index + 1) else noted.settled()
+        return noted if noted._fuses() else noted.settled()
 
     def settled(self) -> ResidualStream:
         """The stream with a pending output added."""
         if self.pending is None:
             return self
-        plan, index, output = self.plan, self.index - 1, self.pending
+        plan, output, closes = self.plan, self.pending, self.place.starts_block
         state = None if self.state is None else self.state + output
         sources, partial = self.sources, None
-        closes = plan.boundary(index + 1)
-        if plan.sources == "reference" and plan.method in ("attnres", "delta"):
+        if plan.chooses and plan.sources == "reference":
             # released code: before the first sublayer of a block is added, store h - last source
-            if plan.boundary(index):
+            if plan.places[self.index - 1].starts_block:
                 assert self.state is not None
                 sources += (self.state - sources[-1] if sources else self.state,)
-        elif plan.sources == "cumulative" and plan.method in ("attnres", "delta"):
+        elif plan.chooses and plan.sources == "cumulative":
             if closes:
                 assert state is not None
                 sources += (state,)
-        elif plan.method in ("attnres", "delta"):
+        elif plan.chooses:
             partial = output if self.partial is None else self.partial + output
             if closes:
                 sources, partial = (*sources, partial), None
         after = replace(self, sources=sources, partial=partial, state=state, pending=None)
-        return after._open_group() if plan.opens_group(index + 1) else after
+        return (
+            after if self.place.opens_group is None else after._open_group(self.place.opens_group)
+        )
 
-    def _open_group(self) -> ResidualStream:
+    def _open_group(self, group: range) -> ResidualStream:
         """Phase 1 for the group that starts here, if the queries ahead are known."""
         if self.sites is None:
             return self
-        sites = [self.sites.at(i) for i in self.plan.group(self.index)]
+        sites = [self.sites.at(i) for i in group]
         # a place of the group that does not choose lends its slot to one that does
         some = next(site for site in sites if site is not None)
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
@@ -351,7 +353,7 @@ class ResidualStream:
         if has_kernels:
             # rounded: outputs are kept for backward, and the boundary kernel holds one dtype
             options["dtype"] = self.sources[0].dtype
-        if has_kernels and self.plan.group(self.index).stop <= self.plan.last_read:
+        if has_kernels and self.plan.places[group.stop - 1].hands_on:
             outputs, lses, handed = ops.depth_mix_group_carried(*arguments, **options)
             after = replace(self, sources=tuple(handed))
         else:
@@ -365,7 +367,7 @@ class ResidualStream:
                 f"finish was called after {self.index} of {self.plan.num_sublayers} sublayers; "
                 "push every sublayer's output first"
             )
-        return self.read(site)
+        return self.read(site)[0]
 
     # structure: what a pytree, a checkpointed layer or a pipeline stage needs
 
@@ -407,8 +409,9 @@ class ResidualStream:
         """
         index, plan = self.index if index is None else index, self.plan
         rest = list(tensors)
-        sources = tuple(rest.pop(0) for _ in range(plan.num_finished(index)))
-        partial = rest.pop(0) if plan.has_partial(index) else None
+        place = plan.places[index]
+        sources = tuple(rest.pop(0) for _ in range(place.num_finished))
+        partial = rest.pop(0) if place.has_partial else None
         state = rest.pop(0) if plan.keeps_state else None
         priors = tuple(zip(rest[::2], rest[1::2], strict=True))
         return replace(

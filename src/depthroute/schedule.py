@@ -1,0 +1,421 @@
+"""How a plan is worked out: which sources exist at each place, who reads them, what is kept.
+
+Pure arithmetic on indices, done once for a model. Legend: ``i`` is the sublayer index
+``0..num_sublayers-1``, ``num_sublayers`` the end; ``k`` the block size in sublayers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from depthroute.errors import ConfigError
+from depthroute.plan import FINAL, DepthRow, Place, Plan, Resolved
+
+if TYPE_CHECKING:
+    from depthroute.config import RoutingConfig
+
+FEW_SOURCES = 9
+"""Up to which additive routing adds its sources up instead of keeping their sum."""
+
+
+@dataclass(frozen=True)
+class Schedule(Resolved):
+    """The rules; a :class:`Plan` is what they give."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the sources sum to the residual state at every place."""
+        return all(self.is_complete_at(i) for i in range(self.num_sublayers + self.has_final_site))
+
+    def is_complete_at(self, index: int) -> bool:
+        """Whether the sources sum to the state at this place; at a block's start they do."""
+        summed = self.chooses and self.sources == "delta" and self.embedding_source
+        is_whole = self.starts_block(index) or self.reads_unfinished(index)
+        if self.chooses and self.sources == "cumulative":
+            return is_whole and self.num_sources(index) == 1  # the state itself
+        return summed and is_whole
+
+    def starts_block(self, index: int) -> bool:
+        """Whether sublayer ``index`` starts a block (``num_sublayers`` closes the last)."""
+        return index % self.block_size == 0
+
+    def num_finished(self, index: int) -> int:
+        """Sources that exist before sublayer ``index``, the current partial not counted."""
+        if self.method == "x0_skip":
+            return 1
+        if not self.chooses:
+            return 0
+        if self.sources == "reference":
+            # stored while a block's first sublayer is pushed, so visible one sublayer later
+            return 0 if index == 0 else (index - 1) // self.block_size + 1
+        return int(self.embedding_source) + index // self.block_size
+
+    def has_partial(self, index: int) -> bool:
+        """Whether a block is being summed here: one of a single sublayer is never in parts."""
+        return self.chooses and self.sources == "delta" and not self.starts_block(index)
+
+    def reads_unfinished(self, index: int) -> bool:
+        """Whether the block in progress is a source too: its sum so far, or the running state.
+
+        At the end it is in any case, or a final site would never see the last block.
+        """
+        at_end = index == self.num_sublayers
+        if self.sources == "cumulative":
+            return at_end and not self.starts_block(index)
+        return self.has_partial(index) and (self.include_partial or at_end)
+
+    def num_sources(self, index: int) -> int:
+        """Sources that the place before sublayer ``index`` reads; ``num_sublayers`` is the end."""
+        return self.num_finished(index) + self.reads_unfinished(index)
+
+    def reads_mix(self, index: int) -> bool:
+        """Whether the place before sublayer ``index`` reads more than the plain state."""
+        if not self.routes or index == 0:
+            return False
+        if index == self.num_sublayers and not self.has_final_site:
+            return False
+        if self.is_centered and self.num_sources(index) == 1:
+            return False
+        if self.init == "gate" and self.is_complete_at(index):
+            return False  # the gate would be dead: see _refuse_dead_combinations
+        return self.num_sources(index) > 0
+
+    def has_query(self, index: int) -> bool:
+        """Whether there is something to choose: a single source has weight 1 and no gradient."""
+        return self.chooses and self.reads_mix(index) and self.num_sources(index) > 1
+
+    def has_gate(self, index: int) -> bool:
+        if self.method == "depth_attention" and self.init == "gate":
+            # one per layer, at its attention: how far the mixed value replaces the layer's own
+            layer, place = divmod(index, len(self.sublayers))
+            return place == 0 and index < self.num_sublayers and bool(self.depth_sources(layer))
+        return self.is_gated and self.reads_mix(index)
+
+    def scale(self, index: int) -> float:
+        """What the mix is multiplied by, so that the sources' mean is their sum at the start."""
+        if self.init != "complete" or not self.routes:
+            return 1.0
+        count = self.num_sources(index)
+        return count / (count + 1) if self.is_additive else float(count)
+
+    def name(self, index: int) -> str:
+        if index == self.num_sublayers:
+            return FINAL
+        layer, kind = divmod(index, len(self.sublayers))
+        return f"layers.{layer}.{self.sublayers[kind]}"
+
+    def depth_sources(self, layer: int) -> tuple[int, ...]:
+        """Earlier layers whose mixed values layer ``layer`` draws on (D_l without itself).
+
+        Anchors are absolute within a visit of the stack: ``j < l`` with ``j % stride == 0``, plus
+        the ``recent_window`` layers just below. A looped stack adds the same layer's earlier
+        visits.
+        """
+        if self.method != "depth_attention":
+            return ()
+        depth = self.num_layers // self.loops
+        visit, position = divmod(layer, depth)
+        anchors = {j for j in range(position) if j % self.stride == 0}
+        anchors |= set(range(max(0, position - self.recent_window), position))
+        earlier = [v * depth + position for v in range(visit)]
+        return tuple(earlier + [visit * depth + j for j in sorted(anchors)])
+
+    def depth_kept(self, layer: int) -> tuple[int, ...]:
+        """Layers whose keys and values must outlive layer ``layer``."""
+        later = range(layer + 1, self.num_layers)
+        return tuple(sorted({j for x in later for j in self.depth_sources(x) if j <= layer}))
+
+    def source_names(self, index: int) -> tuple[str, ...]:
+        count = self.num_finished(index)
+        if self.sources == "reference" and self.chooses:
+            names = ["embedding", *(f"stored.{n}" for n in range(1, count))][:count]
+        else:
+            names = ["embedding"] if self.embedding_source and count else []
+            names += [self._block_name(block) for block in range(count - len(names))]
+        if self.reads_unfinished(index):
+            names.append(f"state.{index}" if self.sources == "cumulative" else "partial")
+        return tuple(names)
+
+    def _block_name(self, block: int) -> str:
+        """A cumulative state is known by the sublayers before it."""
+        if self.sources == "cumulative":
+            return f"state.{(block + 1) * self.block_size}"
+        return self.name(block) if self.block_size == 1 else f"block.{block}"
+
+    # the table
+
+    def plan(self, group_size: int | None, reason: str) -> Plan:
+        sums_sources = group_size is None and self._sums_sources()
+        keeps_state = not sums_sources and self._needs_state()
+        adds_state = (self.is_additive or self.is_centered) and not sums_sources
+        is_simple = self.sources == "delta" and keeps_state == adds_state
+        last_read = self._last_read(keeps_state)
+        ends = range(self.num_sublayers + 1)
+        return Plan(
+            **{f.name: getattr(self, f.name) for f in fields(Resolved)},
+            group_size=group_size,
+            reason=reason,
+            is_complete=self.is_complete,
+            sums_sources=sums_sources,
+            keeps_state=keeps_state,
+            adds_state=adds_state,
+            places=tuple(self._place(i, group_size, is_simple, last_read) for i in ends),
+            depth=tuple(
+                DepthRow(self.depth_sources(layer), self.depth_kept(layer))
+                for layer in range(self.num_layers)
+            ),
+        )
+
+    def _place(self, index: int, group_size: int | None, is_simple: bool, last_read: int) -> Place:
+        group = self._group(index, group_size)
+        opens = group if group is not None and group.start == index else None
+        has_query, has_gate = self.has_query(index), self.has_gate(index)
+        is_simple = is_simple and has_query and not has_gate and opens is None
+        return Place(
+            index=index,
+            name=self.name(index),
+            num_finished=self.num_finished(index),
+            reads_unfinished=self.reads_unfinished(index),
+            source_names=self.source_names(index),
+            reads_mix=self.reads_mix(index),
+            has_query=has_query,
+            has_gate=has_gate,
+            scale=self.scale(index),
+            starts_block=self.starts_block(index),
+            has_partial=self.has_partial(index),
+            hands_on=index < last_read,
+            opens_group=opens,
+            num_grouped=0 if group is None else self.num_finished(group.start),
+            fuses=is_simple and index < self.num_sublayers,
+        )
+
+    def _group(self, index: int, size: int | None) -> range | None:
+        """The places that share phase 1 with ``index``; none where there is nothing to share."""
+        if size is None or index == self.num_sublayers:
+            return None
+        start = index - index % size
+        group = range(start, min(start + size, self.num_sublayers))
+        is_open = self.num_finished(start) > 1 and any(map(self.has_query, group))
+        return group if is_open else None
+
+    def _sums_sources(self) -> bool:
+        """Whether the state is taken from the sources that are read anyway.
+
+        A few block sums and the current partial are cheaper to add up than a running sum is to
+        read and write. Elsewhere the state is kept: many sources, an ``init`` that has to repeat a
+        pretrained model's own roundings, or two phases, which do not read them all.
+        """
+        whole = self.chooses and self.sources == "delta" and self.embedding_source
+        whole = whole and self.is_additive and self.init == "paper" and not self.is_gated
+        few = self.block_size > 1 and self.num_sources(self.num_sublayers) <= FEW_SOURCES
+        return whole and few and self.has_query(self.num_sublayers - 1)  # or nothing reads them
+
+    def _needs_state(self) -> bool:
+        return (
+            not self.routes
+            or self.is_additive
+            or self.is_centered
+            or self.sources == "cumulative"
+            or not self.embedding_source
+        )
+
+    def _last_read(self, keeps_state: bool) -> int:
+        """The last place where sources are read, be it only to add them up at the end."""
+        if not self.routes or not keeps_state:
+            return self.num_sublayers if self.routes else 0
+        return max((i for i in range(self.num_sublayers + 1) if self.reads_mix(i)), default=0)
+
+
+def build(
+    config: RoutingConfig,
+    num_layers: int,
+    *,
+    width: int | None,
+    eps: float,
+    converting: bool,
+    sublayers: tuple[str, ...],
+) -> Plan:
+    """The plan of ``config`` for a model of ``num_layers`` layers, or the reason against it."""
+    if num_layers < 1:
+        raise ConfigError(f"num_layers={num_layers} must be at least 1")
+    if num_layers % config.loops:
+        raise ConfigError(
+            f"routing.loops={config.loops} does not divide the {num_layers} layers of the "
+            "model as run; num_hidden_layers counts every visit, so use a multiple of loops"
+        )
+    total = num_layers * len(sublayers)
+    method = config.method
+    routed = method in ("attnres", "delta")
+    block_size = _block_size(config, total, len(sublayers))
+    init = config.init or _default_init(config, converting)
+    sources = config.sources or ("reference" if init == "reference" else "delta")
+    routing = config.routing or ("replacement" if method == "attnres" else "additive")
+    if sources == "reference" and (routing == "replacement" or block_size == 1):
+        # the released code departs from the paper only in its additive block sources
+        sources = "delta"
+    partial = config.include_partial
+    if partial is None:
+        partial = sources == "delta" and (method == "attnres" or init == "complete")
+    if partial and sources != "delta":
+        raise ConfigError(
+            f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
+            "partial block. Leave it out"
+        )
+    if sources == "reference" and not config.embedding_source:
+        raise ConfigError(
+            "routing.embedding_source=false has no meaning for sources='reference': the "
+            "released code stores the embedding first. Leave it out"
+        )
+    if width is not None and width % config.heads:
+        divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
+        raise ConfigError(
+            f"routing.heads={config.heads} does not divide the hidden width {width}; "
+            f"use one of {', '.join(divisors)}"
+        )
+    stride = config.stride or max(1, num_layers // config.loops // 2)
+    if method == "depth_attention" and stride > num_layers // config.loops:
+        raise ConfigError(
+            f"routing.stride={stride} is larger than the {num_layers // config.loops} layers "
+            f"of the model, so only layer 0 would be an anchor; use 1 to "
+            f"{num_layers // config.loops}"
+        )
+    schedule = Schedule(
+        method=method,
+        init=init,
+        num_layers=num_layers,
+        sublayers=tuple(sublayers),
+        block_size=block_size,
+        sources=sources,
+        routing=routing,
+        include_partial=bool(partial) and routed,
+        embedding_source=config.embedding_source,
+        heads=config.heads,
+        head_norm=config.head_norm,
+        eps=config.eps if config.eps is not None else eps,
+        learned=config.learned or (method == "x0_skip" and init == "gate"),
+        stride=stride,
+        recent_window=config.recent_window,
+        key_norm=config.key_norm,
+        loops=config.loops,
+    )
+    if schedule.chooses:
+        _refuse_dead_combinations(schedule)
+    return schedule.plan(*_evaluation(config, schedule))
+
+
+def _block_size(config: RoutingConfig, total: int, per_layer: int) -> int:
+    if config.num_blocks is not None:
+        if config.num_blocks > total:
+            raise ConfigError(
+                f"routing.num_blocks={config.num_blocks} is more than the {total} sublayers of "
+                f"the model; use 1 to {total}"
+            )
+        if "reference" in (config.sources, config.init):
+            # the released code counts whole layers: ceil(L / num_blocks) of them
+            return per_layer * math.ceil(total // per_layer / config.num_blocks)
+        size = math.ceil(total / config.num_blocks)
+        if math.ceil(total / size) != config.num_blocks:
+            possible = sorted({math.ceil(total / s) for s in range(1, total + 1)})
+            raise ConfigError(
+                f"routing.num_blocks={config.num_blocks} cannot be made from {total} sublayers "
+                f"with equal blocks and a shorter last one; possible: "
+                f"{', '.join(map(str, possible))}"
+            )
+        return size
+    size = config.block_size or 1
+    if size > total:
+        raise ConfigError(
+            f"routing.block_size={size} is larger than the model's {total} sublayers "
+            f"({total // per_layer} layers of {per_layer}); use 1 to {total}. block_size counts "
+            "sublayers; a size given in layers, as in Kimi K3 and Megatron configurations, must "
+            f"be multiplied by {per_layer}"
+        )
+    return size
+
+
+def _default_init(config: RoutingConfig, converting: bool) -> str:
+    """Left out, ``init`` is the paper's from scratch and an identity when converting."""
+    if not converting or config.method == "standard":
+        return "paper"
+    if config.method in ("x0_skip", "depth_attention"):
+        return "gate"
+    incomplete = config.sources in ("cumulative", "reference") or not config.embedding_source
+    return "centered" if incomplete or config.include_partial is False else "complete"
+
+
+def _refuse_dead_combinations(schedule: Schedule) -> None:
+    if schedule.init == "complete" and not schedule.is_complete:
+        raise ConfigError(
+            f"routing.init='complete' needs sources that sum to the residual state, and "
+            f"sources={schedule.sources!r} with include_partial={schedule.include_partial}, "
+            f"embedding_source={schedule.embedding_source} do not; use init='centered', which is "
+            "an identity for any sources"
+        )
+    if schedule.init == "gate" and not schedule.is_additive:
+        raise ConfigError(
+            "routing.init='gate' scales what routing adds, and routing='replacement' adds "
+            "nothing; use routing='additive', or init='complete' or 'centered'"
+        )
+    if schedule.init == "gate" and schedule.is_complete:
+        raise ConfigError(
+            f"routing.init='gate' is dead with complete sources: at zero queries the mix is "
+            f"parallel to the state, the norm removes it, and neither the gate nor the queries "
+            f"of method={schedule.method!r}, block_size={schedule.block_size} get a gradient; use "
+            "init='complete' or 'centered'"
+        )
+
+
+def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[int | None, str]:
+    """Two phases or one pass: the same numbers to rounding, so only speed and memory decide."""
+    if not schedule.chooses:
+        return None, f"method={schedule.method!r} has no softmax over depth"
+    if schedule.is_centered:
+        if config.evaluation == "two_phase":
+            raise ConfigError(
+                "routing.evaluation='two_phase' would lose the bit-level identity of "
+                "init='centered'; use evaluation='one_pass' or 'auto'"
+            )
+        return None, "one pass: centred weights are exactly zero at step 0 only in one pass"
+    if config.evaluation == "one_pass":
+        return None, "one pass: asked for"
+    group, grouped, single = _cheapest_group(config.group_size, schedule)
+    costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
+    if config.evaluation == "two_phase":
+        return group, f"two phases in groups of {group}: asked for; {costs}"
+    if schedule.heads > 1:
+        # its kernels without tensor cores are far from the memory's limit (docs/kernels.md)
+        return None, f"one pass: phase 1 is fast with one head only, and there are {schedule.heads}"
+    if grouped < TWO_PHASE_PAYS * single:
+        return group, f"two phases in groups of {group}: {costs}"
+    return None, f"one pass: two phases in groups of {group} would take {costs}"
+
+
+TWO_PHASE_PAYS = 1 / 2
+"""Two phases keep one more activation per sublayer for backward and launch more kernels. Where they
+would save a third (attnres with 8 blocks, 0.6B shape) they measured 8.6% more memory than standard,
+so they must save half."""
+
+
+def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, float]:
+    """The group size with the least memory traffic, its cost, and that of one pass.
+
+    Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
+    source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
+    sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
+    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2.
+    """
+    count = schedule.num_sublayers
+    average = sum(schedule.num_sources(i) for i in range(count)) / count
+    candidates = [asked] if asked else [schedule.block_size] if schedule.block_size > 1 else []
+    costs = {}
+    for size in candidates or range(min(2, count), count + 1):
+        newer = finished = 0
+        for i in range(count):
+            start = i - i % size
+            finished += schedule.num_finished(start)
+            newer += schedule.num_sources(i) - schedule.num_finished(start)
+        costs[size] = 6 * finished / count / size + 3 + 4 * newer / count + 5
+    best = min(costs, key=lambda size: costs[size])
+    return best, costs[best], 4 * average + 4
