@@ -30,6 +30,8 @@ import torch
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from depthroute.bench.record import machine
+
 TASKS = {
     "hellaswag": ("hellaswag/hellaswag.yaml", "validation"),
     "arc_easy": ("arc/arc_easy.yaml", "test"),
@@ -62,7 +64,8 @@ def main() -> None:
         parser.error("nothing to compare; give --task-data, --text, or both")
 
     with tempfile.TemporaryDirectory() as folder:
-        report = {"command": " ".join(sys.argv), "versions": versions(), "limit": arguments.limit}
+        report = {"command": " ".join(["python", *sys.argv]), "commit": machine()["commit"]}
+        report |= {"versions": versions(), "limit": arguments.limit}
         report |= {"batch_size": arguments.batch_size, "threads": torch.get_num_threads()}
         if arguments.task_data is not None:
             report |= compare_tasks(arguments, Path(folder))

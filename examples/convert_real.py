@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import depthroute as dr
+from depthroute.bench.record import machine
 from depthroute.evaluate import perplexity
 
 METHODS = {
@@ -103,7 +105,14 @@ def main() -> None:
             flush=True,
         )
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"before": str(before), "rows": rows}, indent=2))
+        command = ["python", "examples/convert_real.py", *sys.argv[1:]]
+        report = {
+            "model": arguments.base,
+            "machine": machine() | {"command": command},
+            "before": str(before),
+            "rows": rows,
+        }
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

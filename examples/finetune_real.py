@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import depthroute as dr
+from depthroute.bench.record import machine
 from depthroute.train.data import TokenData
 from depthroute.train.loop import Trainer
 from depthroute.train.settings import TrainSettings
@@ -89,7 +91,13 @@ def main() -> None:
         model = dr.convert(plain, routing).to(arguments.device)
         results[name] = curve(name, model, settings, data, arguments.device)
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(results, indent=2))
+        command = ["python", "examples/finetune_real.py", *sys.argv[1:]]
+        report = {
+            "model": arguments.base,
+            "machine": machine() | {"command": command},
+            "methods": results,
+        }
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def curve(name: str, model, settings: TrainSettings, data: TokenData, device: str) -> dict:
