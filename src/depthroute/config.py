@@ -8,7 +8,7 @@ from typing import Any
 from depthroute import schedule
 from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
 from depthroute.errors import ConfigError
-from depthroute.plan import Plan
+from depthroute.plan import CHOOSING, Plan
 
 METHODS = ("standard", "attnres", "delta", "x0_skip", "depth_attention")
 SOURCES = ("delta", "cumulative", "reference")
@@ -17,8 +17,6 @@ INITS = ("complete", "centered", "gate", "paper", "reference")
 HEAD_NORMS = ("full", "slice")
 EVALUATIONS = ("auto", "one_pass", "two_phase")
 KEY_NORMS = ("model", "after_rope")
-
-ROUTED_METHODS = ("attnres", "delta")
 EPS_BOUNDS = (1e-20, 1.0)
 """Below, a source of zeros has a gradient that fp32 cannot hold; above, a key is no direction."""
 _OPTIONAL_CHOICES = {"sources": SOURCES, "routing": ROUTINGS, "init": INITS}
@@ -109,7 +107,7 @@ class RoutingConfig:
                     "evaluation",
                     "group_size",
                 ],
-                ROUTED_METHODS,
+                CHOOSING,
             ),
         }
         for name, methods in only_for.items():

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 FINAL = "final"
+CHOOSING = ("attnres", "delta")
+"""The methods that have a softmax over depth."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Resolved:
     @property
     def chooses(self) -> bool:
         """Whether there is a softmax over depth."""
-        return self.method in ("attnres", "delta")
+        return self.method in CHOOSING
 
     @property
     def routes(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from depthroute.errors import ConfigError
-from depthroute.plan import FINAL, DepthRow, Place, Plan, Resolved
+from depthroute.plan import CHOOSING, FINAL, DepthRow, Place, Plan, Resolved
 
 if TYPE_CHECKING:
     from depthroute.config import RoutingConfig
@@ -238,6 +238,41 @@ def build(
     sublayers: tuple[str, ...],
 ) -> Plan:
     """The plan of ``config`` for a model of ``num_layers`` layers, or the reason against it."""
+    _refuse_misfits(config, num_layers, width)
+    method, depth = config.method, num_layers // config.loops
+    block_size = _block_size(config, num_layers * len(sublayers), len(sublayers))
+    init = config.init or _default_init(config, converting)
+    routing = config.routing or ("replacement" if method == "attnres" else "additive")
+    sources = _sources(config, init, routing, block_size)
+    partial = config.include_partial
+    if partial is None:
+        partial = sources == "delta" and (method == "attnres" or init == "complete")
+    schedule = Schedule(
+        method=method,
+        init=init,
+        num_layers=num_layers,
+        sublayers=tuple(sublayers),
+        block_size=block_size,
+        sources=sources,
+        routing=routing,
+        include_partial=bool(partial) and method in CHOOSING,
+        embedding_source=config.embedding_source,
+        heads=config.heads,
+        head_norm=config.head_norm,
+        eps=config.eps if config.eps is not None else eps,
+        learned=config.learned or (method == "x0_skip" and init == "gate"),
+        stride=config.stride or max(1, depth // 2),
+        recent_window=config.recent_window,
+        key_norm=config.key_norm,
+        loops=config.loops,
+    )
+    if schedule.chooses:
+        _refuse_dead_combinations(schedule)
+    return schedule.plan(*_evaluation(config, schedule))
+
+
+def _refuse_misfits(config: RoutingConfig, num_layers: int, width: int | None) -> None:
+    """What this model's depth and width cannot have."""
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
     if num_layers % config.loops:
@@ -245,20 +280,26 @@ def build(
             f"routing.loops={config.loops} does not divide the {num_layers} layers of the "
             "model as run; num_hidden_layers counts every visit, so use a multiple of loops"
         )
-    total = num_layers * len(sublayers)
-    method = config.method
-    routed = method in ("attnres", "delta")
-    block_size = _block_size(config, total, len(sublayers))
-    init = config.init or _default_init(config, converting)
+    if width is not None and width % config.heads:
+        divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
+        raise ConfigError(
+            f"routing.heads={config.heads} does not divide the hidden width {width}; "
+            f"use one of {', '.join(divisors)}"
+        )
+    depth = num_layers // config.loops
+    if config.stride is not None and config.stride > depth:
+        raise ConfigError(
+            f"routing.stride={config.stride} is larger than the {depth} layers of the model, so "
+            f"only layer 0 would be an anchor; use 1 to {depth}"
+        )
+
+
+def _sources(config: RoutingConfig, init: str, routing: str, block_size: int) -> str:
     sources = config.sources or ("reference" if init == "reference" else "delta")
-    routing = config.routing or ("replacement" if method == "attnres" else "additive")
     if sources == "reference" and (routing == "replacement" or block_size == 1):
         # the released code departs from the paper only in its additive block sources
         sources = "delta"
-    partial = config.include_partial
-    if partial is None:
-        partial = sources == "delta" and (method == "attnres" or init == "complete")
-    if partial and sources != "delta":
+    if config.include_partial and sources != "delta":
         raise ConfigError(
             f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
             "partial block. Leave it out"
@@ -268,41 +309,7 @@ def build(
             "routing.embedding_source=false has no meaning for sources='reference': the "
             "released code stores the embedding first. Leave it out"
         )
-    if width is not None and width % config.heads:
-        divisors = [str(h) for h in range(1, min(width, 64) + 1) if width % h == 0]
-        raise ConfigError(
-            f"routing.heads={config.heads} does not divide the hidden width {width}; "
-            f"use one of {', '.join(divisors)}"
-        )
-    stride = config.stride or max(1, num_layers // config.loops // 2)
-    if method == "depth_attention" and stride > num_layers // config.loops:
-        raise ConfigError(
-            f"routing.stride={stride} is larger than the {num_layers // config.loops} layers "
-            f"of the model, so only layer 0 would be an anchor; use 1 to "
-            f"{num_layers // config.loops}"
-        )
-    schedule = Schedule(
-        method=method,
-        init=init,
-        num_layers=num_layers,
-        sublayers=tuple(sublayers),
-        block_size=block_size,
-        sources=sources,
-        routing=routing,
-        include_partial=bool(partial) and routed,
-        embedding_source=config.embedding_source,
-        heads=config.heads,
-        head_norm=config.head_norm,
-        eps=config.eps if config.eps is not None else eps,
-        learned=config.learned or (method == "x0_skip" and init == "gate"),
-        stride=stride,
-        recent_window=config.recent_window,
-        key_norm=config.key_norm,
-        loops=config.loops,
-    )
-    if schedule.chooses:
-        _refuse_dead_combinations(schedule)
-    return schedule.plan(*_evaluation(config, schedule))
+    return sources
 
 
 def _block_size(config: RoutingConfig, total: int, per_layer: int) -> int:
