@@ -13,7 +13,7 @@ def plan(num_layers: int, *, width: int | None = None, **settings):
 
 
 def counts(resolved) -> list[int]:
-    return [resolved.num_sources(i) for i in range(resolved.num_sublayers + 1)]
+    return [place.num_sources for place in resolved.places]
 
 
 def test_sources_of_a_three_layer_model_by_hand():
@@ -70,7 +70,7 @@ def test_gates_are_left_out_where_they_would_be_dead():
     resolved = plan(2, method="delta", block_size=2, init="gate")
     # places 1 and 3 are inside blocks; at 2 the sources [h0, b1] sum to the state
     assert list(resolved.site_names()) == [1, 3]
-    assert [resolved.has_query(i) for i in (1, 3)] == [False, True]
+    assert [resolved.places[i].has_query for i in (1, 3)] == [False, True]
 
 
 def test_depth_attention_reads_117_values_in_the_papers_48_layer_models():
@@ -79,15 +79,15 @@ def test_depth_attention_reads_117_values_in_the_papers_48_layer_models():
     give 23 layers of one and 24 of two."""
     resolved = plan(48, method="depth_attention")
     assert resolved.stride == 24
-    read = [1 + len(resolved.depth_sources(layer)) for layer in range(1, 48)]
+    read = [1 + len(resolved.depth[layer].sources) for layer in range(1, 48)]
     assert read == [2] * 24 + [3] * 23
     assert sum(read) == 117
-    assert resolved.depth_sources(24) == (0,) and resolved.depth_sources(25) == (0, 24)
+    assert resolved.depth[24].sources == (0,) and resolved.depth[25].sources == (0, 24)
 
 
 def test_only_anchors_outlive_their_layer():
     resolved = plan(8, method="depth_attention", stride=4)
-    assert [resolved.depth_kept(layer) for layer in range(8)] == [
+    assert [resolved.depth[layer].kept for layer in range(8)] == [
         *[(0,)] * 4,
         *[(0, 4)] * 3,
         (),
@@ -96,16 +96,16 @@ def test_only_anchors_outlive_their_layer():
 
 def test_a_recent_window_adds_the_layers_just_below():
     resolved = plan(8, method="depth_attention", stride=4, recent_window=2)
-    assert resolved.depth_sources(7) == (0, 4, 5, 6)
-    assert resolved.depth_kept(6) == (0, 4, 5, 6)
+    assert resolved.depth[7].sources == (0, 4, 5, 6)
+    assert resolved.depth[6].kept == (0, 4, 5, 6)
 
 
 def test_a_looped_stack_counts_every_visit_as_a_layer():
     resolved = plan(12, method="depth_attention", loops=3)
     assert resolved.stride == 2
-    assert resolved.depth_sources(3) == (0, 2)
-    assert resolved.depth_sources(7) == (3, 4, 6)  # its first visit; anchors of this visit
-    assert resolved.depth_sources(8) == (0, 4)
+    assert resolved.depth[3].sources == (0, 2)
+    assert resolved.depth[7].sources == (3, 4, 6)  # its first visit; anchors of this visit
+    assert resolved.depth[8].sources == (0, 4)
 
 
 def test_settings_left_out_follow_the_method():
