@@ -5,7 +5,13 @@ choose a backend (:func:`backend_report` says which and why; :func:`backend` set
 """
 
 from depthroute.ops import reference
-from depthroute.ops.backends import BackendChoice, backend, backend_report, record_backends
+from depthroute.ops.backends import (
+    BackendChoice,
+    backend,
+    backend_report,
+    keeping_backend,
+    record_backends,
+)
 from depthroute.ops.carry import (
     Boundary,
     depth_boundary,
@@ -31,6 +37,7 @@ __all__ = [
     "depth_mix_group_carried",
     "depth_mix_merge",
     "fuses_boundary",
+    "keeping_backend",
     "record_backends",
     "reference",
 ]

@@ -11,13 +11,20 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from depthroute.errors import DerivativeError
 
+_HINT = 'run the model inside `with depthroute.ops.backend("reference"):`'
 _under_transform: Callable[[], bool] = getattr(
     torch._C, "_are_functorch_transforms_active", lambda: False
 )
+
+_is_batched: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
+"""By ``torch.autograd.grad(is_grads_batched=True)``, which has a vmap of its own."""
 
 
 def _under_forward_mode() -> bool:
@@ -32,16 +39,20 @@ def refuse_transforms(op: str, backend: str) -> None:
         _refuse(f"{op} runs under forward-mode differentiation", backend)
 
 
+def refuse_batched(op: str, backend: str, *grads: Tensor | None) -> None:
+    """The same for the backward of an ``op`` whose forward nothing was done to."""
+    if torch.compiler.is_compiling():
+        return
+    if _under_transform() or any(g is not None and _is_batched(g) for g in grads):
+        _refuse(f"the backward of {op} runs for a batch of gradients", backend)
+
+
 def no_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
     """The backward of a backward."""
     raise DerivativeError(
-        "the torch and Triton backends have no second derivative; run the forward inside "
-        'with depthroute.ops.backend("reference"), or differentiate once'
+        f"the torch and Triton backends have no second derivative; {_HINT}, or differentiate once"
     )
 
 
 def _refuse(what: str, backend: str) -> NoReturn:
-    raise DerivativeError(
-        f"{what}, for which the {backend} backend has no rule; run the forward and the transform "
-        'inside with depthroute.ops.backend("reference")'
-    )
+    raise DerivativeError(f"{what}, for which the {backend} backend has no rule; {_HINT}")

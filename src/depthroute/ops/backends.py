@@ -7,9 +7,10 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +32,7 @@ INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 ASKED = "asked for"
 
 
-@dataclass(frozen=True)
-class BackendChoice:
+class BackendChoice(NamedTuple):
     op: str
     backend: str
     reason: str
@@ -71,6 +71,21 @@ def backend(name: str) -> Iterator[None]:
         del _settings[len(_settings) - 1 - _settings[::-1].index(name)]
         if token is not None:
             _setting.reset(token)
+
+
+def keeping_backend(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under the setting of now, whenever it is called: a checkpointed layer runs again
+    in backward, after the block or in a thread without one."""
+    if torch.compiler.is_dynamo_compiling():
+        return function  # what is run again is the graph
+    name = _setting.get()
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with backend(name):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _in_force() -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import _triton_group, _triton_mix, reference
+from depthroute.ops._transforms import refuse_batched
 from depthroute.ops.backends import choose
 from depthroute.ops.mix import (
     _check_gains,
@@ -77,6 +78,7 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched("depth_mix", "triton" if ctx.triton else "torch", *grads)
         grad, grad_y, grad_state, grad_last, *carried = grads
         if not ctx.hands_on:
             carried = [None] * ctx.num_sources
@@ -135,6 +137,7 @@ class _CarriedGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        refuse_batched("depth_mix_group", "triton" if ctx.triton else "torch", *grads)
         grad, grad_lse, *carried = grads
         if grad is None and grad_lse is None:
             return None, None, None, *carried

@@ -15,7 +15,7 @@ from depthroute.ops import (
     _triton_attention,  # noqa: F401 registers the ops over the kernels
     reference,
 )
-from depthroute.ops._transforms import no_second_derivative, refuse_transforms
+from depthroute.ops._transforms import no_second_derivative, refuse_batched
 from depthroute.ops.backends import choose, ran, ran_by_definition
 
 
@@ -108,7 +108,7 @@ class _EagerAttentionMix(torch.autograd.Function):
         if grads[0] is None:
             return None, None, *(None for _ in pairs)
         keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
-        refuse_transforms("depth_attention_mix_backward", "torch")
+        refuse_batched("depth_attention_mix", "torch", *grads)
         # the op raises if a graph of this is wanted
         differentiate = _attention_mix_backward if torch.is_grad_enabled() else _gradients
         dquery, dkeys, dvalues = differentiate(grads[0], query, keys, values, weights, ctx.scaling)

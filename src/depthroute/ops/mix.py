@@ -20,7 +20,7 @@ from depthroute.ops import (
     _triton_mix,
     reference,
 )
-from depthroute.ops._transforms import no_second_derivative, refuse_transforms
+from depthroute.ops._transforms import no_second_derivative, refuse_batched
 from depthroute.ops.backends import choose, ran, ran_by_definition
 
 
@@ -362,7 +362,7 @@ class _EagerMix(torch.autograd.Function):
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
-        refuse_transforms("depth_mix_backward", "torch")
+        refuse_batched("depth_mix", "torch", grad)
         # when a graph of this is wanted, the op raises on every way back through it;
         # once_differentiable does on none that torch.autograd.grad takes
         differentiate = _depth_mix_backward if torch.is_grad_enabled() else _mix_gradients
@@ -538,6 +538,7 @@ def _group_setup(ctx, inputs, output) -> None:
 
 
 def _group_backward(ctx, grad, grad_lse, *_):
+    refuse_batched("depth_mix_group", "torch", grad, grad_lse)
     *sources, queries, rstd, logits, lse = ctx.saved_tensors
     dsources, dqueries = torch.ops.depthroute.depth_mix_group_backward(
         grad, grad_lse, sources, queries, rstd, logits, lse, ctx.heads
