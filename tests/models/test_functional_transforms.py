@@ -69,7 +69,9 @@ def hessian_product(model, parameters, direction, ids):
 
 
 def dot(one, other):
-    return sum(float((one[name].double() * other[name].double()).sum()) for name in one)
+    return sum(
+        float((one[name].detach().double() * other[name].detach().double()).sum()) for name in one
+    )
 
 
 def assert_near(found, expected, relative):

@@ -22,7 +22,7 @@ _under_transform: Callable[[], bool] = getattr(
 )
 
 _is_batched: Callable[[Tensor], bool] = getattr(
-    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda tensor: False
 )
 """By ``torch.autograd.grad(is_grads_batched=True)``, which has a vmap of its own."""
 
