@@ -23,6 +23,10 @@ class BackendError(DepthrouteError):
     """A backend was asked for that cannot run here."""
 
 
+class DerivativeError(BackendError, RuntimeError):
+    """A derivative that a backend has no rule for; torch raises a RuntimeError for such."""
+
+
 def unknown(what: str, given: object, allowed: Iterable[str]) -> ConfigError:
     """An error for a name that is not known, with the nearest known one suggested."""
     names = list(allowed)

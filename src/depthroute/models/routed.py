@@ -44,6 +44,7 @@ from depthroute.nn import (
     SiteParameters,
     Sites,
 )
+from depthroute.ops import keeping_backend
 from depthroute.plan import Plan
 
 
@@ -111,6 +112,7 @@ class RoutedLayer(nn.Module):
             before = structure.with_tensors(list(tensors), layer)
             return tuple(nn.Module.__call__(self, before, **kwargs).tensors())
 
+        run = keeping_backend(run)
         after = self._gradient_checkpointing_func(run, *state.tensors())  # pyright: ignore
         return structure.with_tensors(list(after), layer + 1)
 

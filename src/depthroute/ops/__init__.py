@@ -1,11 +1,17 @@
 """Arithmetic. Needs only torch.
 
 :mod:`~depthroute.ops.reference` defines every operator; the functions here compute the same and
-choose a backend (:func:`backend_report` says which and why).
+choose a backend (:func:`backend_report` says which and why; :func:`backend` sets one).
 """
 
 from depthroute.ops import reference
-from depthroute.ops.backends import BackendChoice, backend_report, record_backends
+from depthroute.ops.backends import (
+    BackendChoice,
+    backend,
+    backend_report,
+    keeping_backend,
+    record_backends,
+)
 from depthroute.ops.carry import (
     Boundary,
     depth_boundary,
@@ -20,6 +26,7 @@ from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
 __all__ = [
     "BackendChoice",
     "Boundary",
+    "backend",
     "backend_report",
     "compile_options",
     "depth_attention_mix",
@@ -30,6 +37,7 @@ __all__ = [
     "depth_mix_group_carried",
     "depth_mix_merge",
     "fuses_boundary",
+    "keeping_backend",
     "record_backends",
     "reference",
 ]

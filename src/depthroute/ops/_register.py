@@ -16,16 +16,10 @@ from typing import Any
 
 import torch
 
+from depthroute.ops._transforms import no_second_derivative
 from depthroute.ops.backends import ran
 
 _library = torch.library.Library("depthroute", "FRAGMENT")
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "the kernels have no second derivative; use backend='torch' with create_graph=True, or "
-        "differentiate once"
-    )
 
 
 class KernelOp:
@@ -45,7 +39,7 @@ class KernelOp:
 
     def register_autograd(
         self,
-        backward: Callable[..., Any] = _no_second_derivative,
+        backward: Callable[..., Any] = no_second_derivative,
         setup: Callable[..., Any] | None = None,
     ) -> None:
         torch.library.register_autograd(

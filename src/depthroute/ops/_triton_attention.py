@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops._register import kernel_op
+from depthroute.ops._transforms import refuse_batched
 
 
 @kernel_op(
@@ -75,6 +76,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, *_):
+    refuse_batched("depth_attention_mix", "triton", grad)
     query, *pairs, logits, lse = ctx.saved_tensors
     keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
     dquery, dkeys, dvalues = torch.ops.depthroute.depth_attention_mix_triton_backward(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops._register import kernel_op
+from depthroute.ops._transforms import refuse_batched
 from depthroute.ops.backends import ran
 
 
@@ -91,6 +92,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, grad_lse, *_):
+    refuse_batched("depth_mix_group", "triton", grad, grad_lse)
     return *gradients(ctx, ctx.saved_tensors, grad, grad_lse, []), *(None,) * 4
 
 

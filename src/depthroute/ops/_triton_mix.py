@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from depthroute.ops._register import kernel_op
+from depthroute.ops._transforms import refuse_batched
 
 
 def stats_width(count: int, heads: int, slice_norm: bool, has_norm: bool) -> int:
@@ -337,6 +338,7 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, _stats, others):
     others = iter(others)
     grad, grad_y, grad_state, grad_last = [next(others) if made else None for made in ctx.made]
+    refuse_batched("depth_mix", "triton", grad, grad_y, grad_state, grad_last)
     if grad is None and grad_y is None:
         return [None] * ctx.num_sources, *(None,) * (ctx.num_inputs - 1)
     saved = ctx.saved_tensors

@@ -7,17 +7,20 @@ import importlib.util
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 
 from depthroute.errors import BackendError, unknown
+from depthroute.ops._transforms import refuse_transforms
 
 logger = logging.getLogger("depthroute")
 
 OPS = ("depth_mix", "depth_mix_group", "depth_mix_merge", "depth_attention_mix")
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
 """Of a row held in the registers of one program."""
@@ -26,8 +29,10 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@dataclass(frozen=True)
-class BackendChoice:
+ASKED = "asked for"
+
+
+class BackendChoice(NamedTuple):
     op: str
     backend: str
     reason: str
@@ -35,11 +40,69 @@ class BackendChoice:
 
 _announced: set[BackendChoice] = set()
 _ran: Counter[tuple[str, str]] = Counter()
+_setting: ContextVar[str] = ContextVar("depthroute.ops.backend", default="auto")
+_settings: list[str] = []
+"""Those in force anywhere in this process: what compiled code reads and guards on, because Dynamo
+cannot read a context variable."""
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """The backend of every op inside the block that is not given one of its own.
+
+    ``"reference"`` is the definition itself, plain differentiable arithmetic: slow, and all that
+    ``torch.func``, forward mode and second derivatives can go through.
+
+    A setting of its thread or task. Code under ``torch.compile`` sees the one that was made last
+    in the process, and is compiled anew when that changes.
+
+    >>> with backend("reference"):
+    ...     backend_report("cpu")[0].backend
+    'reference'
+    """
+    if name not in BACKENDS:
+        raise unknown("backend", name, BACKENDS)
+    compiling = torch.compiler.is_dynamo_compiling()
+    token = None if compiling else _setting.set(name)
+    _settings.append(name)
+    try:
+        yield
+    finally:
+        del _settings[len(_settings) - 1 - _settings[::-1].index(name)]
+        if token is not None:
+            _setting.reset(token)
+
+
+def keeping_backend(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under the setting of now, whenever it is called: a checkpointed layer runs again
+    in backward, after the block or in a thread without one."""
+    if torch.compiler.is_dynamo_compiling():
+        return function  # what is run again is the graph
+    name = _setting.get()
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with backend(name):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _in_force() -> str:
+    if torch.compiler.is_dynamo_compiling():
+        return _settings[-1] if _settings else "auto"
+    return _setting.get()
 
 
 def ran(op: str, backend: str) -> None:
     """Counts one run of an op's implementation; called where it happens, compiled or not."""
     _ran[op, backend] += 1
+
+
+def ran_by_definition(op: str) -> None:
+    """The same for the reference, which a compiler looks into: a graph of it is not counted."""
+    if not torch.compiler.is_compiling():
+        ran(op, "reference")
 
 
 @contextlib.contextmanager
@@ -74,11 +137,27 @@ def choose(
     dtype: torch.dtype | None = None,
     width: int | None = None,
 ) -> BackendChoice:
-    """The backend for ``op`` on such tensors; an explicit request never falls back."""
+    """The backend to run ``op`` with on such tensors; an explicit request never falls back."""
+    choice = _choice(op, device_type, requested, dtype, width)
+    if choice.backend != "reference":
+        refuse_transforms(op, choice.backend)
+    if choice.reason is ASKED or torch.compiler.is_compiling():
+        return choice
+    if choice not in _announced:
+        _announced.add(choice)
+        logger.info("%s: backend %s (%s)", op, choice.backend, choice.reason)
+    return choice
+
+
+def _choice(
+    op: str, device_type: str, requested: str, dtype: torch.dtype | None, width: int | None
+) -> BackendChoice:
     if requested not in BACKENDS:
         raise unknown("backend", requested, BACKENDS)
-    if requested == "torch":
-        return BackendChoice(op, "torch", "asked for")
+    if requested == "auto":
+        requested = _in_force()
+    if requested in ("torch", "reference"):
+        return BackendChoice(op, requested, ASKED)
     obstacle = triton_obstacle(device_type, dtype, width)
     if requested == "triton":
         if obstacle is not None:
@@ -86,21 +165,16 @@ def choose(
                 f"backend='triton' was asked for {op} and cannot run: {obstacle}; use "
                 "backend='auto' or 'torch'"
             )
-        return BackendChoice(op, "triton", "asked for")
+        return BackendChoice(op, "triton", ASKED)
     if obstacle is None and device_type != "cuda":
         obstacle = "the interpreter is for tests; ask for backend='triton' to use it"
     if obstacle is None:
-        choice = BackendChoice(op, "triton", "a CUDA device, Triton and supported dtypes")
-    else:
-        choice = BackendChoice(op, "torch", obstacle)
-    if not torch.compiler.is_compiling() and choice not in _announced:
-        _announced.add(choice)
-        logger.info("%s: backend %s (%s)", op, choice.backend, choice.reason)
-    return choice
+        return BackendChoice(op, "triton", "a CUDA device, Triton and supported dtypes")
+    return BackendChoice(op, "torch", obstacle)
 
 
 def backend_report(device: str | torch.device | None = None) -> list[BackendChoice]:
     """What each op would use on ``device`` (default: the accelerator if there is one), and why."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return [choose(op, torch.device(device).type) for op in OPS]
+    return [_choice(op, torch.device(device).type, "auto", None, None) for op in OPS]

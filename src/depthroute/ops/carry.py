@@ -23,8 +23,18 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import _triton_group, _triton_mix, reference
+from depthroute.ops._transforms import refuse_batched
 from depthroute.ops.backends import choose
-from depthroute.ops.mix import _check_gains, _check_sources, _flat, _fold, _widest, weight_offset
+from depthroute.ops.mix import (
+    _check_gains,
+    _check_sources,
+    _flat,
+    _fold,
+    _widest,
+    depth_mix_group,
+    mix_by_definition,
+    weight_offset,
+)
 
 
 class _CarriedMix(torch.autograd.Function):
@@ -68,6 +78,7 @@ class _CarriedMix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched("depth_mix", "triton" if ctx.triton else "torch", *grads)
         grad, grad_y, grad_state, grad_last, *carried = grads
         if not ctx.hands_on:
             carried = [None] * ctx.num_sources
@@ -126,6 +137,7 @@ class _CarriedGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        refuse_batched("depth_mix_group", "triton" if ctx.triton else "torch", *grads)
         grad, grad_lse, *carried = grads
         if grad is None and grad_lse is None:
             return None, None, None, *carried
@@ -289,17 +301,22 @@ def depth_boundary(
         state = None if residual is None else residual + output
         last = output if partial is None else partial + output
         listed += [last] if reads_last else []
-    x, _, _, _, *handed = _CarriedMix.apply(
-        triton,
-        *weights,
-        *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
-        *(None, None, None),
-        (True, True, True, False),
-        options,
-        *(_flat(s) for s in listed),
-    )
-    shape = example.shape
-    x, handed = x.view(shape), [h.view(shape) for h in handed]
+    if choice.backend == "reference":
+        tensors = listed, *weights, state, prior, prior_lse
+        x = mix_by_definition(*tensors, eps, heads, head_norm, offset, scale, dtype)
+        handed = listed
+    else:
+        x, _, _, _, *handed = _CarriedMix.apply(
+            triton,
+            *weights,
+            *(None if t is None else _flat(t) for t in (state, prior, prior_lse)),
+            *(None, None, None),
+            (True, True, True, False),
+            options,
+            *(_flat(s) for s in listed),
+        )
+        shape = example.shape
+        x, handed = x.view(shape), [h.view(shape) for h in handed]
     if output is not None and reads_last:
         *handed, last = handed
     last = last if returns_last else None
@@ -356,6 +373,10 @@ def depth_mix_group_carried(
     shape = sources[0].shape
     widest = _widest(sources, None)
     choice = choose("depth_mix_group", queries.device.type, backend, widest, shape[-1])
+    if choice.backend == "reference":
+        arguments = sources, queries, key_weights, eps, heads, "reference"
+        out, lse = depth_mix_group(*arguments, head_norm=head_norm, dtype=dtype)
+        return out, lse, list(sources)
     q = _fold(queries, key_weights, sources[0].dtype)
     out, lse, *handed = _CarriedGroup.apply(
         choice.backend == "triton",

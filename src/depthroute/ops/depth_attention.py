@@ -13,8 +13,10 @@ from depthroute.errors import DepthrouteError
 from depthroute.ops import (
     _torch,
     _triton_attention,  # noqa: F401 registers the ops over the kernels
+    reference,
 )
-from depthroute.ops.backends import choose, ran
+from depthroute.ops._transforms import no_second_derivative, refuse_batched
+from depthroute.ops.backends import choose, ran, ran_by_definition
 
 
 def depth_attention_mix(
@@ -35,6 +37,11 @@ def depth_attention_mix(
     _check(query, keys, values)
     scaling = 1.0 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     choice = choose("depth_attention_mix", query.device.type, backend, *_limits(query, values))
+    if choice.backend == "reference":
+        ran_by_definition("depth_attention_mix")
+        return reference.depth_attention_mix(
+            query, keys, values, scaling=scaling, return_weights=return_weights
+        )
     keys, values = list(keys), list(values)
     if choice.backend == "triton":
         mixed, logits, lse = torch.ops.depthroute.depth_attention_mix_triton(
@@ -101,6 +108,7 @@ class _EagerAttentionMix(torch.autograd.Function):
         if grads[0] is None:
             return None, None, *(None for _ in pairs)
         keys, values = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
+        refuse_batched("depth_attention_mix", "torch", *grads)
         # the op raises if a graph of this is wanted
         differentiate = _attention_mix_backward if torch.is_grad_enabled() else _gradients
         dquery, dkeys, dvalues = differentiate(grads[0], query, keys, values, weights, ctx.scaling)
@@ -153,6 +161,9 @@ def _(grad, query, keys, values, weights, scaling):
         [k.new_empty(k.shape) for k in keys],
         [v.new_empty(v.shape) for v in values],
     )
+
+
+_attention_mix_backward.register_autograd(no_second_derivative)
 
 
 def _setup(ctx, inputs, output) -> None:

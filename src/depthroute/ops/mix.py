@@ -20,7 +20,8 @@ from depthroute.ops import (
     _triton_mix,
     reference,
 )
-from depthroute.ops.backends import choose, ran
+from depthroute.ops._transforms import no_second_derivative, refuse_batched
+from depthroute.ops.backends import choose, ran, ran_by_definition
 
 
 def depth_mix(
@@ -105,6 +106,12 @@ def depth_mix_group(
     backend = choose(
         "depth_mix_group", queries.device.type, backend, _widest(sources, None), shape[-1]
     ).backend
+    if backend == "reference":
+        ran_by_definition("depth_mix_group")
+        out, lse = reference.depth_mix_group(
+            sources, queries, key_weights, eps=eps, heads=heads, head_norm=head_norm
+        )
+        return out.to(dtype or out.dtype), lse
     q = _fold(queries, key_weights, sources[0].dtype)
     flat = [_flat(s) for s in sources]
     options = eps, heads, head_norm == "slice"
@@ -180,6 +187,10 @@ def _call(
     example = sources[0] if prior is None else prior
     options = eps, heads, head_norm == "slice", offset, scale
     dtype = dtype or example.dtype
+    if backend == "reference":
+        given = query, key_weight, residual, prior, prior_lse
+        x = mix_by_definition(sources, *given, eps, heads, head_norm, offset, scale, dtype)
+        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
     if backend == "torch" and not torch.compiler.is_compiling():
         given = query, key_weight, residual, prior, prior_lse
         x = _EagerMix.apply((*options, dtype), *given, *sources)
@@ -203,6 +214,36 @@ def _call(
         *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low, True
     )
     return x if norm_weight is None else (x, others[0])
+
+
+def mix_by_definition(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None,
+    residual: Tensor | None,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    eps: float,
+    heads: int,
+    head_norm: str,
+    offset: int,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The reference backend of a depth mix, or with a prior of its phase 2."""
+    ran_by_definition("depth_mix" if prior is None else "depth_mix_merge")
+    options: dict[str, Any] = {"eps": eps, "heads": heads, "head_norm": head_norm}
+    options |= {"residual": residual, "scale": scale, "dtype": dtype}
+    if prior is None:
+        options |= {"centered": offset < 0, "adds_sources": offset > 0}
+        return reference.depth_mix(sources, query, key_weight, **options)
+    if offset:
+        raise DepthrouteError(
+            "centered and adds_sources are defined for one pass over all sources, and a prior was "
+            "given; leave them out, or mix every source at once"
+        )
+    assert prior_lse is not None
+    return reference.depth_mix_merge(prior, prior_lse, sources, query, key_weight, **options)
 
 
 def weight_offset(centered: bool, adds_sources: bool) -> int:
@@ -321,6 +362,7 @@ class _EagerMix(torch.autograd.Function):
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
+        refuse_batched("depth_mix", "torch", grad)
         # when a graph of this is wanted, the op raises on every way back through it;
         # once_differentiable does on none that torch.autograd.grad takes
         differentiate = _depth_mix_backward if torch.is_grad_enabled() else _mix_gradients
@@ -413,6 +455,9 @@ def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, offset, 
     )
 
 
+_depth_mix_backward.register_autograd(no_second_derivative)
+
+
 def _mix_setup(ctx, inputs, output) -> None:
     sources, query, residual, prior, prior_lse, _, heads, _, offset, scale, _ = inputs
     _, rstd, logits, lse = output
@@ -481,6 +526,9 @@ def _(grad, grad_lse, sources, queries, rstd, logits, lse, heads):
     return [s.new_empty(s.shape) for s in sources], queries.new_empty(queries.shape)
 
 
+_depth_mix_group_backward.register_autograd(no_second_derivative)
+
+
 def _group_setup(ctx, inputs, output) -> None:
     sources, queries, _, heads, _ = inputs
     _, lse, rstd, logits = output
@@ -490,6 +538,7 @@ def _group_setup(ctx, inputs, output) -> None:
 
 
 def _group_backward(ctx, grad, grad_lse, *_):
+    refuse_batched("depth_mix_group", "torch", grad, grad_lse)
     *sources, queries, rstd, logits, lse = ctx.saved_tensors
     dsources, dqueries = torch.ops.depthroute.depth_mix_group_backward(
         grad, grad_lse, sources, queries, rstd, logits, lse, ctx.heads

@@ -69,6 +69,7 @@ def depth_mix(
     centered: bool = False,
     adds_sources: bool = False,
     scale: float = 1.0,
+    dtype: torch.dtype | None = None,
     return_weights: bool = False,
 ) -> Any:
     """x = scale * (residual + sum_n alpha_n s_n), alpha = softmax_n(logit_n)  (AttnRes eq. 2-4).
@@ -82,7 +83,7 @@ def depth_mix(
     mix = _weighted_sum(used * scale, sources)
     if residual is not None:
         mix = scale * widen(residual) + mix
-    x = mix.to(sources[0].dtype)
+    x = mix.to(dtype or sources[0].dtype)
     return (x, alpha) if return_weights else x
 
 
