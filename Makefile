@@ -1,19 +1,42 @@
-# Two commands: `make demo` and `make test`. Each makes its own virtual environment.
+# `make demo`, `make check` while typing, `make test` before a commit is shared. Each makes its own
+# virtual environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+# The core, a family or two, saving and a tiny training run: nothing here is compiled, distributed,
+# killed or run from the command line.
+QUICK_TESTS := \
+	tests/unit/test_config.py tests/unit/test_files.py tests/unit/test_layout.py \
+	tests/unit/test_ops_arguments.py tests/unit/test_ops_budget.py \
+	tests/unit/test_ops_gradients.py tests/property/test_operator_properties.py \
+	tests/unit/test_plan.py tests/property/test_plan_definitions.py \
+	tests/unit/test_norms.py tests/unit/test_stream.py tests/unit/test_trace.py \
+	tests/unit/test_presets.py tests/models/test_identity.py tests/models/test_saving.py \
+	tests/parity/test_reference_checkpoints.py tests/unit/test_docs_command_lines.py \
+	tests/unit/test_train_data.py tests/unit/test_train_loop.py tests/unit/test_train_settings.py
+
+.PHONY: demo check quick test lint style types format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/depthroute compare --preset tiny
 
+check: style
+	$(MAKE) --no-print-directory --jobs 2 types quick
+
+quick: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK_TESTS)
+
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: $(VENV)/.dev
+lint: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
 	$(BIN)/pyright
 
 format: $(VENV)/.dev

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from depthroute import ops
-from depthroute.ops import backends, inductor
+from depthroute.ops import inductor
 from depthroute.ops.inductor import compile_options, pass_terms
 
-interpreted = pytest.mark.skipif(
-    not backends.INTERPRETS, reason="runs in a process that test_kernels_interpreter starts"
-)
 WIDTH = 96
 backward = torch.ops.depthroute.depth_mix_triton_backward.default
 
@@ -65,7 +62,7 @@ def parts(graphs) -> list[int]:
     return [len(node.args[1]) for node in found]
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("projections", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,7 +78,7 @@ def test_a_kernel_reads_the_gradients_of_all_projections(dtype, projections):
         assert (one.double() - other).norm() <= tolerance * other.double().norm()
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_itself_passes_all_of_them(dynamic, monkeypatch):
@@ -103,7 +100,7 @@ def test_inductor_itself_passes_all_of_them(dynamic, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_too_many_parts_and_what_is_no_sum_stay_as_they_are():
     for projections, options in ((5, {}), (2, {"elsewhere": True})):
@@ -135,7 +132,7 @@ def test_what_is_in_parts_already_loses_none():
     assert list(call.args[1]) == [a, b, c], "and it may be run again"
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("sources", "width", "dtype"),
     [
@@ -174,7 +171,7 @@ def test_parts_of_a_gradient_are_their_sum_rounded_once(sources, width, dtype):
                 assert (one.double() - other).norm() <= 1e-2 * other.double().norm()
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("used", ["both", "state", "mix"])
 def test_a_residual_is_handed_on_with_its_gradient(norm, used):

@@ -1,8 +1,8 @@
 """The kernels on the CPU, interpreted; the same cases as on a GPU, smaller.
 
 Triton decides at import whether to interpret, so in an ordinary test process this file only starts
-others with TRITON_INTERPRET=1, in which the tests below run, and those of test_tuning and
-test_inductor.
+others with TRITON_INTERPRET=1, which run the tests marked ``interpreter``: most of those below,
+and those of test_tuning and test_inductor.
 """
 
 from __future__ import annotations
@@ -21,25 +21,22 @@ from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.parametrize("name", ["kernels_interpreter", "tuning", "inductor"])
 def test_every_kernel_agrees_with_its_definition_in_the_interpreter(name):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for variable in [n for n in environment if n.startswith("PYTEST_")]:
         del environment[variable]
     file = Path(__file__).with_name(f"test_{name}.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    options = ["-m", "interpreter", "-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, str(file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, "everything was skipped"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does run on the CPU")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes the kernels")
 def test_asking_for_triton_without_a_gpu_is_an_error_and_auto_is_torch():
     source = torch.randn(2, 8)
@@ -70,13 +67,13 @@ MIX = [
 ]
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("case", MIX, ids=str)
 def test_depth_mix_keeps_the_error_budget(case: MixCase):
     case.check("cpu")
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
     monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
@@ -102,20 +99,20 @@ BOUNDARY = [
 ]
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("case", BOUNDARY, ids=str)
 def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
     case.check("cpu")
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("case", [BOUNDARY[0], BOUNDARY[2], BOUNDARY[4], BOUNDARY[5]], ids=str)
 def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monkeypatch):
     monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
     case.check("cpu")
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("resident", [True, False])
 def test_sums_of_rows_in_any_layout_are_written_in_order(resident, monkeypatch):
     """Rows of a batch of one that a sublayer transposed are dense, but not [N, D] in memory."""
@@ -145,7 +142,7 @@ GROUP = [
 ]
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("case", GROUP, ids=str)
 def test_phase_one_keeps_the_error_budget(case: GroupCase):
     case.check("cpu")
@@ -160,13 +157,13 @@ ATTENTION = [
 ]
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
     case.check("cpu")
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_centred_weights_vanish_exactly_at_zero_queries():
     sources = [torch.randn(3, 96) for _ in range(5)]
     residual = torch.randn(3, 96)
@@ -174,21 +171,21 @@ def test_centred_weights_vanish_exactly_at_zero_queries():
     assert torch.equal(x, residual)
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_scale_preserving_mix_of_complete_sources_is_their_sum():
     sources = [torch.randn(3, 96) for _ in range(4)]
     x = ops.depth_mix(sources, torch.zeros(96), scale=4.0, backend="triton")
     torch.testing.assert_close(x, sources[0] + sources[1] + sources[2] + sources[3])
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_double_precision_is_refused_and_auto_takes_torch():
     source = torch.randn(2, 8, dtype=torch.float64)
     with pytest.raises(BackendError, match="float64"):
         ops.depth_mix([source, source], torch.zeros(8), backend="triton")
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("shape", [(1, 5), (127, 1, 96), (300, 2, 1000)])
 def test_rows_are_summed_over_programs(shape):
     from depthroute.ops._triton.sums import sum_rows
@@ -198,7 +195,7 @@ def test_rows_are_summed_over_programs(shape):
     assert torch.equal(sum_rows(rows), sum_rows(rows.clone()))
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_the_registered_ops_pass_opcheck():
     sources = [torch.randn(3, 96, requires_grad=True) for _ in range(3)]
     query = torch.randn(96, requires_grad=True)
@@ -214,7 +211,7 @@ def test_the_registered_ops_pass_opcheck():
         torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
     q, k, v = (torch.randn(2, 5, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
     torch.library.opcheck(
@@ -228,7 +225,7 @@ def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
     )
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.parametrize("prior", [False, True])
 @pytest.mark.parametrize("mixes_again", [False, True])
 @pytest.mark.parametrize("shape", [(3, 96), (2, 3, 96)])
@@ -252,7 +249,7 @@ def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, mixes_
     )
 
 
-@interpreted
+@pytest.mark.interpreter
 def test_a_second_derivative_is_refused():
     source, query = torch.randn(3, 96, requires_grad=True), torch.randn(96, requires_grad=True)
     for x in (
@@ -274,7 +271,7 @@ def boundaries(sources, output, state, partial, query, gain, weight):
     return b.y, c.x, *c.sources
 
 
-@interpreted
+@pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_boundaries_compile_into_one_graph_without_gradients_of_zeros():
     from functorch.compile import make_boxed_func

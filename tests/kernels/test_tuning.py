@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("runs in a process of its own", allow_module_level=True)
 
 from depthroute.bench import kernels, timing, tuning
 from depthroute.bench.record import Record
 from depthroute.ops._triton import launcher
 
+pytestmark = pytest.mark.interpreter
 CPU = torch.device("cpu")
 WAYS = (kernels.ATTNRES, kernels.DELTA, kernels.PHASE_2)
 TINY = [

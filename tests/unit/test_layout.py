@@ -109,6 +109,13 @@ def test_no_file_is_longer_than_600_lines():
     assert {name: n for name, n in lengths.items() if n > 600} == {}
 
 
+def test_every_file_of_the_quick_check_is_there():
+    """CI runs everything and not `make check`, so it would not notice a file that moved."""
+    root = TESTS.parent
+    listed = re.findall(r"tests/\S+\.py", (root / "Makefile").read_text())
+    assert len(listed) > 10 and [path for path in listed if not (root / path).is_file()] == []
+
+
 def run_python(code: str) -> str:
     root = str(PACKAGE.parent)
     result = subprocess.run(

@@ -27,8 +27,8 @@ def test_importing_loads_nothing_heavy(code):
 
 
 def test_ops_and_nn_load_no_transformers():
-    assert "torch" in loaded_after("import depthroute.ops, depthroute.nn")
-    assert "transformers" not in loaded_after("import depthroute.ops, depthroute.nn")
+    loaded = loaded_after("import depthroute.ops, depthroute.nn")
+    assert "torch" in loaded and "transformers" not in loaded
 
 
 def test_every_public_name_is_there_and_listed():
@@ -53,13 +53,14 @@ def test_auto_classes_know_routed_checkpoints_in_whatever_order_both_are_importe
     assert run("-W", "ignore", "-c", code) == "True\n"
 
 
+def processor_seconds(*arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_are_there_at_once(option):
-    """By the processor's time, the least of a few tries: other work does not count."""
-    tries = []
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run("-m", "depthroute", option)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        tries.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(tries) < CPU_SECONDS
+    """By the processor's time, in the best of a few tries: other work does not count."""
+    assert any(processor_seconds("-m", "depthroute", option) < CPU_SECONDS for _ in range(4))

@@ -22,7 +22,7 @@ from typing import Any
 
 from depthroute.bench.peers import TUNED_ON_DISK
 from depthroute.bench.record import Say
-from depthroute.train.compiler import use_own_caches
+from depthroute.train.compiler import use_own_caches, why_it_failed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
@@ -130,9 +130,9 @@ def _in_process(
         return {"what": label, "error": f"ended after {seconds:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        reason = next(reversed(done.stderr.strip().splitlines()), f"status {done.returncode}")
-        say(f"precompiling {label} failed, so it compiles when it is measured: {reason[:300]}")
-        return {"what": label, "error": reason[:300]}
+        reason = why_it_failed(done)[:300]
+        say(f"precompiling {label} failed, so it compiles when it is measured: {reason}")
+        return {"what": label, "error": reason}
     result = {"what": label} | json.loads(lines[-1])
     say(f"precompiled {label}: first step {result['seconds']:.1f} s")
     return result

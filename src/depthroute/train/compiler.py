@@ -1,4 +1,4 @@
-"""Where torch.compile keeps what it compiled.
+"""Where torch.compile keeps what it compiled, and why a process that compiles failed.
 
 Torch caches on disk, in 2.11 to 2.13 by default, Inductor's output per graph and what AOTAutograd
 makes of a traced model, forward and backward. One thing is not part of its keys: the backward
@@ -14,6 +14,7 @@ from __future__ import annotations
 import getpass
 import hashlib
 import os
+import subprocess
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,13 @@ def use_own_caches() -> str:
     if Path(os.environ[CACHE_VARIABLE]).name == source_hash():
         config.autograd_cache_allow_custom_autograd_functions = True
     return os.environ[CACHE_VARIABLE]
+
+
+def why_it_failed(process: subprocess.CompletedProcess[str]) -> str:
+    """The last exception in one line; torch puts advice on debugging below it, after a gap."""
+    exception = process.stderr.rpartition("Traceback (most recent call last):")[2]
+    lines = exception.strip("\n").partition("\n\n")[0].splitlines()
+    return " ".join(n for n in lines if not n.startswith(" ")) or f"status {process.returncode}"
 
 
 def _user() -> str:

@@ -25,6 +25,7 @@ from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
+from depthroute.train.compiler import why_it_failed
 from depthroute.train.data import Batch
 from depthroute.train.lockstep import raise_recompile_limit
 from depthroute.train.loop import Trainer
@@ -50,8 +51,7 @@ def precompile(
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             label, seconds = comparison.methods[number].label, time.monotonic() - started
             if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                note(f"could not precompile {label}: {reason}")
+                note(f"could not precompile {label}: {why_it_failed(done)}")
             else:
                 note(f"compiled {label} in {seconds:.0f} s")
             return seconds
