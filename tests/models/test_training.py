@@ -165,6 +165,25 @@ def test_parameter_groups_give_routing_its_own_rate_and_no_decay():
     assert counted == sum(p.numel() for p in model.parameters())
 
 
+def test_routing_is_found_in_whatever_holds_it():
+    model = dr.convert(routed_plain(), dr.RoutingConfig("delta"))
+    own = torch.nn.ModuleDict({"sites": model.sites, "head": torch.nn.Linear(2, 2)})
+    for holder in (torch.nn.ModuleDict({"module": model}), own):
+        groups = {g["name"]: g for g in dr.parameter_groups(holder, lr=1e-4, routing_lr=1e-2)}
+        assert groups["routing"]["lr"] == 1e-2
+        assert len(groups["routing"]["params"]) == len(model.routing_parameters())
+
+
+def test_a_rate_of_routing_that_nothing_would_have_is_refused():
+    frozen = dr.convert(routed_plain(), dr.RoutingConfig("delta"))
+    frozen.sites.requires_grad_(False)
+    standard = dr.convert(routed_plain(), dr.RoutingConfig("standard"))
+    for model in (routed_plain(), standard, frozen):
+        with pytest.raises(dr.ConfigError, match=r"routing_lr=0.01 is the rate of routing para"):
+            dr.parameter_groups(model, lr=1e-4, routing_lr=1e-2)
+        assert "routing" not in {g["name"] for g in dr.parameter_groups(model, lr=1e-4)}
+
+
 def routed_plain():
     from tests.support import plain_model
 
