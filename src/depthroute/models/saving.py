@@ -66,7 +66,8 @@ def refuse_loss(path: str | os.PathLike[str], *, adapter_only: bool) -> None:
 
 def refuse_own_source(source: str, out: str | os.PathLike[str]) -> None:
     """Where a model is read from, nothing may be written over it."""
-    if Path(source).exists() and Path(out).exists() and Path(source).samefile(out):
+    here, there = map(files.at_home, (source, out))
+    if here.exists() and there.exists() and here.samefile(there):
         raise CheckpointError(
             f"cannot save to {str(out)!r}: the model is read from there and would be lost; give "
             "another folder"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from depthroute import presets
+from depthroute import files, presets
 from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
@@ -193,7 +193,7 @@ def _run(
 ) -> dict[str, Any]:
     config = _config(request, job, index, world)
     opened = world.on_main(lambda: _open_run(request, config))
-    run, goes_on = opened or (RunDirectory(request.out.expanduser()), False)
+    run, goes_on = opened or (RunDirectory(files.at_home(request.out)), False)
     is_resumed = bool(world.gather(goes_on)[0])
     with closing(run):
         outcome = world.gather(_finished(run) if goes_on else None)[0]
