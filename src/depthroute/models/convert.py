@@ -217,9 +217,15 @@ def parameter_groups(
     """Optimiser groups: decayed matrices, undecayed vectors, and routing with its own rate.
 
     Routing parameters are never decayed. Published fine-tuning uses ``routing_lr = 100 * lr``.
-    ``model`` may be wrapped, or be any module that holds ``nn.Sites``.
+    ``model`` may be wrapped, or be any module that holds ``nn.Sites``; where its method has no
+    parameters, as in a comparison, there is no such group.
     """
     sites = [module for module in model.modules() if isinstance(module, Sites)]
+    if routing_lr is not None and not sites:
+        raise ConfigError(
+            f"routing_lr={routing_lr} is the rate of routing parameters, and this "
+            f"{type(model).__name__} is not routed; leave it out, or convert the model first"
+        )
     routing = {id(p) for module in sites for p in module.parameters()}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "routing": []}
     for parameter in model.parameters():
@@ -229,11 +235,6 @@ def parameter_groups(
             groups["routing"].append(parameter)
         else:
             groups["decay" if parameter.ndim > 1 else "no_decay"].append(parameter)
-    if routing_lr is not None and not groups["routing"]:
-        raise ConfigError(
-            f"routing_lr={routing_lr} is the rate of routing parameters, and this "
-            f"{type(model).__name__} has none that are trained; leave it out"
-        )
     rates = {"routing": lr if routing_lr is None else routing_lr}
     return [
         {

@@ -39,10 +39,9 @@ def rate_factor(step: int, settings: TrainSettings, floor: float | None = None) 
 
 def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW:
     """AdamW with its own group and rate for the routing; fused where torch has the kernel."""
-    routes = any(parameter.requires_grad for parameter in model.routing_parameters())
-    # one setting for all methods of a comparison, some of which have nothing to give it to
-    rate = settings.routing_lr if routes else None
-    groups = parameter_groups(model, settings.lr, rate, weight_decay=settings.weight_decay)
+    groups = parameter_groups(
+        model, settings.lr, settings.routing_lr, weight_decay=settings.weight_decay
+    )
     for group in groups:
         group["peak_lr"] = group["lr"]
         group["floor"] = settings.min_lr / settings.lr
