@@ -39,11 +39,17 @@ def reason(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def at_home(path: StrPath) -> Path:
+    """``path`` with a ``~`` made the home folder; a user that is not known is a name like others,
+    where :meth:`Path.expanduser` would fail."""
+    return Path(os.path.expanduser(path))
+
+
 def destination(path: StrPath) -> Path:
     """Where ``path`` is written: a link stays and what it points to changes."""
     if not os.fspath(path):
         raise FileNotFoundError(errno.ENOENT, "the path is empty; give a name")
-    place = Path(os.path.realpath(path))
+    place = Path(os.path.realpath(at_home(path)))
     if place.is_symlink():
         raise OSError(errno.ELOOP, "it is a link that leads back to itself")
     return place

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from tests.checkpoints import TEXT
+from tests.checkpoints import TEXT, save
 from tests.runs import write_run
 
 from depthroute import cli
@@ -99,6 +99,7 @@ def test_a_damaged_run_is_one_line(tmp_path, depthroute, train):
     assert depthroute(*command)[0] == 0
     (out / "checkpoints" / "step_abc").mkdir()
     (out / "metrics.jsonl").write_text("")
+    (out / "summary.json").unlink()  # with it, it would be finished
     status, _, error = depthroute(*command)
     assert status == 0 and "metrics.jsonl has lost" in error.replace("\n", " ")
     (out / "config.json").write_text("{")
@@ -136,3 +137,37 @@ def test_a_report_and_a_measurement_are_written_where_their_links_lead(tmp_path,
     for name in ("page.html", "bench.json"):
         assert (tmp_path / name).is_symlink()
         assert (tmp_path / "far" / name).stat().st_size
+
+
+def test_a_path_that_a_shell_left_at_home_is_at_home(tmp_path, depthroute, train, monkeypatch):
+    """`--out=~/run` reaches a command as it stands, and a folder named ~ is dangerous to remove."""
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    save(home / "base", None, layers=1)
+    (home / "text.txt").write_text(TEXT)
+    commands = [
+        [*train, "--steps", "2", "--out=~/run", "--cache=~/tokens"],
+        ["convert", "--base=~/base", "--out=~/routed", "--text=~/text.txt"],
+        ["revert", "~/routed", "--out=~/plain"],
+        ["report", "~/run", "--out=~/page.html"],
+        ["inspect", "~/routed", "--text=~/text.txt"],
+    ]
+    for words in commands:
+        status, _, err = depthroute(*words)
+        assert status == 0, err
+    names = ["base", "page.html", "plain", "routed", "run", "text.txt", "tokens"]
+    assert sorted(p.name for p in home.iterdir() if not p.name.startswith(".")) == names
+    assert not list(here.iterdir())
+    status, _, err = depthroute("revert", "~/routed", "--out=~/routed")
+    assert status == 2 and "the model is read from there" in err
+
+
+def test_the_home_of_nobody_is_a_name_like_others(tmp_path, depthroute, train, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert depthroute(*train, "--steps", "1", "--out", "~nobody-at-all/run")[0] == 0
+    assert (tmp_path / "~nobody-at-all" / "run" / "model").is_dir()
+    status, _, err = depthroute("train", "--data", "~nobody-at-all/text", *SMALL)
+    assert status == 2 and "does not exist" in err

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,36 @@ def test_train_leaves_a_run_directory_whose_model_loads(depthroute, tmp_path, te
         f"error: {out} was started with train.lr 0.006 and now has 0.5; resume with the same, or "
         "start a new run with another --out\n"
     )
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_a_finished_run_says_so_and_stays_as_it_is(depthroute, tmp_path, texts, has_checkpoints):
+    out = tmp_path / "run"
+    command = ["train", "--data", texts, *SMALL, "--steps", 2, "--out", out, "--json"]
+    printed = depthroute(*command)[1]
+    if not has_checkpoints:  # which a finished run needs no more
+        shutil.rmtree(out / "checkpoints")
+    folder = (out / "model").stat().st_ino
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    status, again, err = depthroute(*command, "--resume", "auto")
+    assert (status, again) == (0, printed)
+    assert f"{out} is finished: nothing is left to do" in err
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    assert (out / "model").stat().st_ino == folder
+
+
+def test_a_finished_run_whose_model_or_summary_is_lost_writes_it_again(depthroute, tmp_path, texts):
+    out = tmp_path / "run"
+    command = ["train", "--data", texts, *SMALL, "--steps", 2, "--out", out, "--json"]
+    printed = depthroute(*command)[1]
+    for lost, damage in (("summary.json", "{"), ("summary.json", "[]"), ("model", None)):
+        if damage is None:
+            shutil.rmtree(out / lost)
+        else:
+            (out / lost).write_text(damage)
+        assert depthroute(*command, "--resume", "auto")[:2] == (0, printed)
+        assert (out / "model" / "config.json").is_file()
+        assert json.loads((out / "summary.json").read_text()) == json.loads(printed)
 
 
 def start(*arguments):

@@ -204,3 +204,31 @@ def test_settings_that_a_family_knows_by_two_names_count():
     shape = {"rope_theta": 500.0}
     assert make_config("llama", shape).rope_parameters["rope_theta"] == 500.0
     assert shape == {"rope_theta": 500.0}
+
+
+RATES = ["--set", "routing_lr=0.1"], ["--set", "routing_min_lr=0.0001"]
+
+
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("method", ["standard", "x0_skip", "depth_attention"])
+def test_a_rate_of_routing_where_no_method_has_parameters(depthroute, tmp_path, text, method, rate):
+    out = tmp_path / "run"
+    words = ["train", "--data", text, "--method", method, *rate, "--out", out]
+    message = refused(depthroute, *words)
+    assert f"{rate[1]} is for routing parameters, and {method} as set here has none" in message
+    names = f"standard,{method.replace('_', '-')}".replace("standard,standard", "standard")
+    words = ["compare", "--data", text, "--methods", names, *rate, "--out", out]
+    assert "is for routing parameters, and" in refused(depthroute, *words)
+    assert not out.exists() and not (tmp_path / "cache").exists()
+
+
+def test_finetune_refuses_what_has_no_routing_to_train_before_it_tokenises(
+    depthroute, tmp_path, text
+):
+    base = checkpoints.save(tmp_path / "base", None, layers=1)
+    words = ["finetune", "--base", base, "--data", text, "--method", "standard"]
+    words += ["--out", tmp_path / "run", "--set", "batch_size=2", "--set", "sequence_length=16"]
+    message = refused(depthroute, *words, "--set", "routing_lr=0.1")
+    assert "is for routing parameters, and standard as set here has none" in message
+    assert "has no parameters; leave it out" in refused(depthroute, *words, "--freeze-base")
+    assert not (tmp_path / "cache").exists()

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
+from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM
@@ -54,6 +54,11 @@ def trained(model, steps=3):
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def dispatched(model, device):
+    """With accelerate's hooks, though all of it is in one place."""
+    return dispatch_model(model, {"": device}, force_hooks=True)
 
 
 def logits(model, ids=None):
@@ -237,6 +242,17 @@ def test_an_offloaded_model_is_traced_as_any_other():
     traced = dr.trace(cpu_offload(copy.deepcopy(model), execution_device=CPU), tokens())
     for name, site in expected.sites.items():
         assert torch.equal(traced.sites[name].weights, site.weights)
+
+
+@pytest.mark.parametrize("change", [cpu_offload, dispatched])
+def test_what_is_spread_or_offloaded_already_is_not_converted_or_reverted(change):
+    plain = change(plain_model(layers=2), CPU)
+    with pytest.raises(dr.ConfigError, match=r"forward of its own.*convert or revert the model fi"):
+        dr.convert(plain, dr.RoutingConfig("delta"))
+    routed = change(routed_model("delta", layers=2), CPU)
+    with pytest.raises(dr.ConfigError, match="forward of its own"):
+        dr.revert(routed)
+    assert torch.equal(logits(routed), logits(routed_model("delta", layers=2)))
 
 
 @pytest.mark.gpu

@@ -49,6 +49,45 @@ def test_an_adapter_refuses_another_base(routed, tmp_path):
         dr.load_adapter(plain_model(), tmp_path / "adapter")
 
 
+def test_an_adapter_refuses_other_weights_of_the_same_shape(routed, tmp_path):
+    routed.save_pretrained(tmp_path / "adapter", adapter_only=True)
+    other = plain_model(seed=1)
+    with pytest.raises(dr.CheckpointError, match=r"trained on other weights .*any_base=True"):
+        dr.load_adapter(other, tmp_path / "adapter")
+    attached = dr.load_adapter(other, tmp_path / "adapter", any_base=True)
+    pairs = zip(attached.routing_parameters(), routed.routing_parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_an_adapter_saved_of_a_trained_base_is_not_put_on_the_untrained_one(routed, tmp_path):
+    with torch.no_grad():
+        for parameter in dr.revert(routed).parameters():
+            parameter.mul_(1.05)
+    routed.save_pretrained(tmp_path / "adapter", adapter_only=True)
+    with pytest.raises(dr.CheckpointError, match=r"save the whole model where the base was"):
+        dr.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_adapter_knows_its_base_in_another_dtype(routed, tmp_path, dtype):
+    routed.save_pretrained(tmp_path / "adapter", adapter_only=True)
+    attached = dr.load_adapter(plain_model().to(dtype), tmp_path / "adapter")
+    assert {p.dtype for p in attached.parameters()} == {dtype}
+
+
+def test_an_adapter_of_before_that_holds_no_numbers_of_its_base_loads(routed, tmp_path):
+    routed.save_pretrained(tmp_path / "adapter", adapter_only=True)
+    path = tmp_path / "adapter" / "routing_config.json"
+    description = json.loads(path.read_text())
+    assert all(len(v) == 8 for v in description.pop("base_sample").values())
+    path.write_text(json.dumps(description))
+    dr.load_adapter(plain_model(seed=1), tmp_path / "adapter")
+    for damage in ([], 3, {"a": 1}, {"a": ["b"]}, {"a": [None]}):
+        path.write_text(json.dumps(description | {"base_sample": damage}))
+        with pytest.raises(dr.CheckpointError, match=r"base_sample .* damaged"):
+            dr.load_adapter(plain_model(), tmp_path / "adapter")
+
+
 def test_merging_says_why_it_cannot_be_done(routed):
     with pytest.raises(dr.DepthrouteError, match="softmax of each token's own activations"):
         routed.merge()

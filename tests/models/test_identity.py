@@ -116,6 +116,21 @@ def test_converting_twice_or_something_else_is_refused():
         dr.revert(plain_model())
     with pytest.raises(dr.ConfigError, match=r"LlamaForCausalLM.*not LlamaModel"):
         dr.convert(plain_model().model, dr.RoutingConfig("delta"))
+    for routing in ({"method": "delta"}, "delta", None):
+        with pytest.raises(dr.ConfigError, match=r"routing is .*; give a RoutingConfig"):
+            dr.convert(plain_model(layers=1), routing)
+        with pytest.raises(dr.ConfigError, match="give a RoutingConfig"):
+            dr.from_config(CONFIGS["llama"](1), routing)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_routing_is_not_kept_in_the_dtype_of_quantised_weights(dtype):
+    plain = plain_model(layers=2)
+    embedding = plain.model.embed_tokens
+    quantised = embedding.weight.detach().to(dtype)
+    embedding.weight = torch.nn.Parameter(quantised, requires_grad=False)
+    routed = dr.convert(plain, dr.RoutingConfig("delta"))
+    assert {p.dtype for p in routed.routing_parameters()} == {torch.float32}
 
 
 def test_an_unknown_family_names_the_known_ones():

@@ -165,6 +165,23 @@ def test_parameter_groups_give_routing_its_own_rate_and_no_decay():
     assert counted == sum(p.numel() for p in model.parameters())
 
 
+def test_routing_is_found_in_whatever_holds_it():
+    model = dr.convert(routed_plain(), dr.RoutingConfig("delta"))
+    own = torch.nn.ModuleDict({"sites": model.sites, "head": torch.nn.Linear(2, 2)})
+    for holder in (torch.nn.ModuleDict({"module": model}), own):
+        groups = {g["name"]: g for g in dr.parameter_groups(holder, lr=1e-4, routing_lr=1e-2)}
+        assert groups["routing"]["lr"] == 1e-2
+        assert len(groups["routing"]["params"]) == len(model.routing_parameters())
+
+
+def test_a_rate_of_routing_for_a_model_that_is_not_routed_is_refused():
+    with pytest.raises(dr.ConfigError, match=r"routing_lr=0.01 .* LlamaForCausalLM is not routed"):
+        dr.parameter_groups(routed_plain(), lr=1e-4, routing_lr=1e-2)
+    assert len(dr.parameter_groups(routed_plain(), lr=1e-4)) == 2
+    standard = dr.convert(routed_plain(), dr.RoutingConfig("standard"))
+    assert len(dr.parameter_groups(standard, lr=1e-4, routing_lr=1e-2)) == 2
+
+
 def routed_plain():
     from tests.support import plain_model
 

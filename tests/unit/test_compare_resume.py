@@ -31,16 +31,16 @@ SETTINGS = TrainSettings(
 )
 
 
-def small():
+def small(seeds=(0,)):
     tokens = np.frombuffer(b"def route(depth): return depth * 2\n" * 300, dtype=np.uint8)
     data = TokenData("words", tokens[:6000], tokens[6000:], 4, 16)
     methods = parse_methods("standard,delta")
-    return Comparison(SMALL, methods, (0,), SETTINGS, data, torch.device("cpu"))
+    return Comparison(SMALL, methods, seeds, SETTINGS, data, torch.device("cpu"))
 
 
-def compare(run, **options):
+def compare(run, seeds=(0,), **options):
     return run_comparison(
-        small(),
+        small(seeds),
         run,
         sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
         look=lambda model, tokens: diagnostics.record(diagnostics.trace(model, tokens)),
@@ -103,6 +103,21 @@ def test_killed_between_the_last_validation_and_the_last_look_it_is_looked_at(
     assert {p.result.step for p in taken} == {5}  # from the last checkpoint
     assert timeless(run) == timeless(whole[0])
     assert run.read_json("traces.json") == whole[0].read_json("traces.json")
+
+
+def test_seeds_in_any_order_keep_their_traces(tmp_path):
+    seeds = (3, 1)
+    whole, cut = (RunDirectory.create(tmp_path / name) for name in ("whole", "cut"))
+    compare(whole, seeds)
+
+    def die(progress):
+        if (progress.seed, progress.result.step) == (1, 3):
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        compare(cut, seeds, on_step=die)
+    compare(cut, seeds, is_resumed=True)
+    assert cut.read_json("traces.json") == whole.read_json("traces.json")
 
 
 def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(tmp_path, killed, whole):

@@ -265,3 +265,18 @@ def test_weights_cannot_be_centred_and_raised_at_once():
     sources = [torch.randn(2, 8) for _ in range(2)]
     with pytest.raises(DepthrouteError, match=r"centered takes .* choose one"):
         ops.depth_mix(sources, torch.zeros(8), centered=True, adds_sources=True)
+
+
+def test_a_mix_of_whole_numbers_or_over_devices_is_refused():
+    sources, query, gain = [torch.randn(2, 8) for _ in range(3)], torch.randn(8), torch.ones(8)
+    for number, kind in ((0, "sources"), (1, "query"), (2, "key_weight"), (3, "residual")):
+        arguments = [sources, query, gain, sources[0]]
+        whole = [t.long() for t in sources] if number == 0 else arguments[number].long()
+        with pytest.raises(DepthrouteError, match=rf"{kind}.* is torch.int64, and a mix"):
+            ops.depth_mix(*(whole if n == number else a for n, a in enumerate(arguments)))
+        if number:
+            away = arguments[number].to("meta")
+            with pytest.raises(DepthrouteError, match=f"{kind} is on meta and the sources on cpu"):
+                ops.depth_mix(*(away if n == number else a for n, a in enumerate(arguments)))
+    with pytest.raises(DepthrouteError, match="a single number"):
+        ops.depth_mix([torch.tensor(1.0)], query, gain)

@@ -333,3 +333,40 @@ def test_most_places_of_block_methods_are_one_kernel():
     assert sum(place.fuses for place in delta.places) == 42  # the first block has no choice
     attnres = RoutingConfig("attnres", num_blocks=8).resolve(28)
     assert sum(place.fuses for place in attnres.places) == 55
+
+
+WHOLE, FLAG = torch.ones(2, 3, WIDTH, dtype=torch.int64), torch.ones(2, 3, WIDTH) > 0
+
+
+@pytest.mark.parametrize("wrong", [WHOLE, FLAG, WHOLE.to(torch.complex64), torch.tensor(1.0), None])
+def test_a_stream_takes_floating_tensors_alone(wrong):
+    """A stream of whole numbers would cut off everything that is added to it."""
+    stream, plan = start()
+    with pytest.raises(DepthrouteError, match="a stream takes floating tensors"):
+        stream.push(wrong)
+    with pytest.raises(DepthrouteError, match=r"the embedding is .*a stream takes floating"):
+        nn.ResidualStream.start(wrong, plan)
+
+
+def test_a_stream_and_its_sites_are_of_one_plan():
+    plan = RoutingConfig("delta").resolve(2, width=WIDTH)
+    embedding = torch.randn(2, 3, WIDTH)
+    for settings, layers in (({"num_blocks": 2}, 2), ({}, 3)):
+        other = nn.Sites(RoutingConfig("delta", **settings).resolve(layers, width=WIDTH), WIDTH)
+        for sites in (other, other(embedding)):
+            with pytest.raises(ConfigError, match="the sites are laid out for"):
+                nn.ResidualStream.start(embedding, plan, sites=sites)
+    again = RoutingConfig("delta").resolve(2, width=WIDTH)
+    nn.ResidualStream.start(embedding, plan, sites=nn.Sites(again, WIDTH))
+    with pytest.raises(ConfigError, match=r"a stream is started with .*; give a RoutingConfig"):
+        nn.ResidualStream.start(embedding, {"method": "delta"})  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    "settings", [{"heads": 0}, {"eps": float("nan")}, {"eps": -1.0}, {"head_norm": "half"}]
+)
+def test_a_site_refuses_what_it_cannot_compute_with(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        nn.Site(WIDTH, **settings)
+    with pytest.raises(ConfigError, match="width=0 must be"):
+        nn.Site(0)

@@ -235,3 +235,10 @@ def test_prepared_tokens_carry_their_tokenizer(tmp_path, corpus, name):
     )
     for one, other in zip(stored.encoder()(TEXTS), vocabulary.encoder()(TEXTS), strict=True):
         assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "3", "{}", '{"format": 1}', "[" * 9999, '"format"'])
+def test_a_damaged_index_of_tokens_is_one_line(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=r"holds no prepared tokens: .*; remove that folder"):
+        read_index(tmp_path)

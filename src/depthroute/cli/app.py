@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +15,35 @@ from depthroute.cli.terminal import guard
 from depthroute.errors import DepthrouteError
 from depthroute.visible import visible_line
 
-app = typer.Typer(
+
+class Commands(typer.Typer):
+    """Commands whose every path may start at ``~``: a shell leaves that in ``--out=~/run``."""
+
+    def command(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        register = super().command(*args, **kwargs)
+
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def run(**values: Any) -> Any:
+                return function(**{name: _at_home(value) for name, value in values.items()})
+
+            register(run)
+            return function
+
+        return decorate
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    if not isinstance(value, Path):
+        return value
+    from depthroute.files import at_home
+
+    return at_home(value)
+
+
+app = Commands(
     help="Learned routing over depth for Transformers.",
     no_args_is_help=True,
     add_completion=False,

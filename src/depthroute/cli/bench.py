@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from depthroute.cli.app import AsJson, app
+from depthroute.cli.app import AsJson, Commands, app
 from depthroute.cli.terminal import PlainConsole, print_json
 
-bench = typer.Typer(
+bench = Commands(
     help="Time operators, residual paths, training steps and decoding, after checking them.",
     no_args_is_help=True,
     rich_markup_mode="markdown",

@@ -12,11 +12,12 @@ import transformers
 from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.errors import ConfigError, DepthrouteError, shown
 from depthroute.models.architecture import architecture_for
 from depthroute.models.auto import routed_config_class
 from depthroute.models.causal_lm import RoutedCausalLM
 from depthroute.models.routed import install, plan_for, uninstall
+from depthroute.nn import Sites
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Lists of a configuration that say something of every layer."""
@@ -33,6 +34,7 @@ def from_config(config: Any, routing: RoutingConfig, **kwargs: Any) -> Any:
 
 def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Any:
     """``config`` with its routing section, ``init`` made explicit so that files say what ran."""
+    check_is_routing(routing)
     architecture = architecture_for(config)
     values = config.to_dict()
     if routing.loops > 1:
@@ -49,8 +51,17 @@ def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = Fal
     return config
 
 
+def check_is_routing(routing: Any) -> None:
+    if not isinstance(routing, RoutingConfig):
+        raise ConfigError(
+            f"routing is {shown(routing)}; give a RoutingConfig, such as RoutingConfig('delta'), "
+            "or RoutingConfig.from_dict of an object"
+        )
+
+
 def converted_config(config: Any, routing: RoutingConfig) -> Any:
     """The configuration that :func:`convert` gives a model of ``config``, or why it cannot."""
+    check_is_routing(routing)
     if routing.loops > 1:
         raise ConfigError(
             f"routing.loops={routing.loops} changes what a pretrained model computes; build "
@@ -206,8 +217,16 @@ def parameter_groups(
     """Optimiser groups: decayed matrices, undecayed vectors, and routing with its own rate.
 
     Routing parameters are never decayed. Published fine-tuning uses ``routing_lr = 100 * lr``.
+    ``model`` may be wrapped, or be any module that holds ``nn.Sites``; where its method has no
+    parameters, as in a comparison, there is no such group.
     """
-    routing = {id(p) for p in model.routing_parameters()} if hasattr(model, "sites") else set()
+    sites = [module for module in model.modules() if isinstance(module, Sites)]
+    if routing_lr is not None and not sites:
+        raise ConfigError(
+            f"routing_lr={routing_lr} is the rate of routing parameters, and this "
+            f"{type(model).__name__} is not routed; leave it out, or convert the model first"
+        )
+    routing = {id(p) for module in sites for p in module.parameters()}
     groups: dict[str, list[nn.Parameter]] = {"decay": [], "no_decay": [], "routing": []}
     for parameter in model.parameters():
         if not parameter.requires_grad:

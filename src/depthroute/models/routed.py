@@ -276,12 +276,13 @@ def install(model: Any, plan: Plan) -> None:
     """
     config = model.config
     spec = architecture_for(config)
+    _refuse_replaced_forwards(model)
     decoder = getattr(model, spec.decoder)
     layers = getattr(decoder, spec.layers)
     depth = plan.num_layers // plan.loops
     if plan.loops > 1:
         del layers[depth:]
-    weight = next(decoder.parameters())
+    weight = next(filter(_is_wide, decoder.parameters()))
     sites = Sites(plan, config.hidden_size).to(device=weight.device, dtype=weight.dtype)
     decoder.__class__ = routed_class(type(decoder), RoutedDecoder)
     decoder.routing = sites
@@ -307,6 +308,28 @@ def install(model: Any, plan: Plan) -> None:
     if plan.loops > 1:
         layers.__class__ = LoopedLayers
         layers.loops = plan.loops
+
+
+def _is_wide(parameter: Tensor) -> bool:
+    """Whether routing can be kept in its dtype; quantised weights are bytes or whole numbers."""
+    return parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _refuse_replaced_forwards(model: Any) -> None:
+    """Where somebody has put a ``forward`` on a module itself, swapping its class is in vain.
+
+    The one that was put there would go on calling the class's of before.
+    """
+    spec = architecture_for(model.config)
+    decoder = getattr(model, spec.decoder)
+    for part in (decoder, getattr(decoder, spec.final_norm), *getattr(decoder, spec.layers)):
+        if "forward" in vars(part):
+            raise ConfigError(
+                f"the model's {type(part).__name__} has a forward of its own, as accelerate gives "
+                "it for a device_map over several devices, and patches do; convert or revert the "
+                "model first, then spread, offload or patch it (a routed model that was saved is "
+                "loaded with device_map like any other)"
+            )
 
 
 def _norm_offsets(layer: nn.Module, spec: Architecture) -> dict[type, float]:
@@ -344,6 +367,7 @@ def _delay_key_norms(attentions: list[Any], spec: Architecture) -> None:
 def uninstall(model: Any) -> None:
     """The inverse of :func:`install`, in place."""
     spec = architecture_for(model.config)
+    _refuse_replaced_forwards(model)
     decoder = getattr(model, spec.decoder)
     layers = getattr(decoder, spec.layers)
     if decoder.routing.plan.loops > 1:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import filecmp
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -17,13 +18,18 @@ from torch import Size, Tensor
 
 from depthroute import files
 from depthroute._version import __version__
-from depthroute.errors import CheckpointError
+from depthroute.checks import is_finite as is_number
+from depthroute.errors import CheckpointError, shown
 from depthroute.models.folder import read_object
 from depthroute.models.loaded import is_finite
 
 ADAPTER_WEIGHTS = "routing.safetensors"
 ADAPTER_CONFIG = "routing_config.json"
 ADAPTER_FORMAT = 1
+SAMPLED = 8
+"""Tensors of a base that an adapter knows it by, and numbers of each."""
+_WRAPPED = ".base_layer."
+"""Where PEFT keeps the weight that it adapts."""
 CONFIG = "config.json"
 _WEIGHTS = re.compile(
     r"(?:model|pytorch_model)(?:\.(?P<one>[\w-]+?))?(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
@@ -66,7 +72,8 @@ def refuse_loss(path: str | os.PathLike[str], *, adapter_only: bool) -> None:
 
 def refuse_own_source(source: str, out: str | os.PathLike[str]) -> None:
     """Where a model is read from, nothing may be written over it."""
-    if Path(source).exists() and Path(out).exists() and Path(source).samefile(out):
+    here, there = map(files.at_home, (source, out))
+    if here.exists() and there.exists() and here.samefile(there):
         raise CheckpointError(
             f"cannot save to {str(out)!r}: the model is read from there and would be lost; give "
             "another folder"
@@ -156,8 +163,57 @@ def save_adapter(model: Any, folder: Path) -> None:
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_hidden_layers,
         "routing": config.routing,
+        "base_sample": sample(model),
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def sample(model: Any) -> dict[str, list[float]]:
+    """A few numbers of a few tensors spread over the base: enough to know it again.
+
+    Without those that cannot be read as they are: quantised, sharded or left on disk.
+    """
+    routing = {id(parameter) for parameter in model.routing_parameters()}
+    readable = {
+        name.replace(_WRAPPED, "."): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in routing and _is_readable(parameter)
+    }
+    names = list(readable)[:: max(1, len(readable) // SAMPLED)]
+    return {name: _spread(readable[name]) for name in names}
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    is_plain = not tensor.is_meta and not hasattr(tensor, "device_mesh") and tensor.numel() > 0
+    return is_plain and tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def _spread(tensor: Tensor) -> list[float]:
+    flat = tensor.flatten()
+    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double().tolist()
+
+
+def _check_base(model: Any, description: dict[str, Any], folder: Any) -> None:
+    """Refuses weights that the routing was not trained on, as another checkpoint of the same shape
+    has; and the original of a base that was trained along with it."""
+    parameters = dict(model.named_parameters())
+    for name, values in description.get("base_sample", {}).items():
+        parameter = parameters.get(name)
+        if parameter is None or not _is_readable(parameter):
+            continue
+        here = _spread(parameter.detach())
+        if len(here) != len(values) or not all(map(_is_close, here, values)):
+            raise CheckpointError(
+                f"the adapter in {str(folder)!r} was trained on other weights than this model's "
+                f"({name} is not the same); attach it to its own base, save the whole model where "
+                "the base was trained too, or attach it all the same with load_adapter(..., "
+                "any_base=True)"
+            )
+
+
+def _is_close(here: float, there: float) -> bool:
+    """Equal but for the rounding to bf16 or fp16."""
+    return math.isclose(here, there, rel_tol=2**-7, abs_tol=1e-6)
 
 
 def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -188,6 +244,7 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
                 f"{str(path / ADAPTER_CONFIG)!r} has {name} {description.get(name)!r}; it is "
                 "damaged, save the adapter again"
             )
+    _check_sample(description, path / ADAPTER_CONFIG)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not is_finite(tensor):
             raise CheckpointError(
@@ -197,12 +254,26 @@ def read_adapter(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str
     return description, tensors
 
 
+def _check_sample(description: dict[str, Any], path: Path) -> None:
+    """Of the right type; adapters of before have none."""
+    found = description.setdefault("base_sample", {})
+    lists = list(found.values()) if isinstance(found, dict) else [None]
+    if not all(isinstance(values, list) and all(map(is_number, values)) for values in lists):
+        raise CheckpointError(
+            f"{str(path)!r} has base_sample {shown(found)}; it is damaged, save the adapter again"
+        )
+
+
 def is_adapter(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / ADAPTER_CONFIG).is_file()
 
 
-def load_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
-    """``model`` (plain, left untouched) with the routing of an adapter folder attached."""
+def load_adapter(model: Any, folder: str | os.PathLike[str], *, any_base: bool = False) -> Any:
+    """``model`` (plain, left untouched) with the routing of an adapter folder attached.
+
+    The adapter holds a few numbers of the base it was trained on, and another one is refused unless
+    ``any_base``.
+    """
     from depthroute.models.auto import routing_from
     from depthroute.models.convert import check_is_plain, convert
 
@@ -220,6 +291,8 @@ def load_adapter(model: Any, folder: str | os.PathLike[str]) -> Any:
             f"the adapter in {str(folder)!r} was made for a {description['base_model_type']!r} "
             f"model and this is {model.config.model_type!r}; attach it to its own base"
         )
+    if not any_base:
+        _check_base(model, description, folder)
     routing = routing_from(description["routing"], repr(str(Path(folder) / ADAPTER_CONFIG)))
     routed = convert(model, routing)
     expected = {name: tensor.shape for name, tensor in routed.sites.state_dict().items()}

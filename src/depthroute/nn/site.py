@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from depthroute import ops
+from depthroute.checks import check_choice, check_number, check_whole
 from depthroute.errors import ConfigError
 from depthroute.plan import Plan
 
@@ -135,6 +136,10 @@ class Site(nn.Module):
         query_std: float = 0.0,
     ) -> None:
         super().__init__()
+        check_whole("width", width)
+        check_whole("heads", heads)
+        check_number("eps", eps, least=0.0)
+        check_choice("head_norm", head_norm, ("full", "slice"))
         if width % heads:
             raise ConfigError(f"heads={heads} does not divide the width {width}")
         self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm

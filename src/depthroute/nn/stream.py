@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from depthroute import ops
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.errors import ConfigError, DepthrouteError, shown
 from depthroute.nn.site import Routing, Site, SiteParameters, Sites
 from depthroute.plan import Place, Plan
 
@@ -79,6 +79,7 @@ class ResidualStream:
         observer: Observer | None = None,
     ) -> ResidualStream:
         """A stream that holds the token embedding as the first layer receives it."""
+        _check_tensor("the embedding", embedding)
         if isinstance(config, RoutingConfig):
             if num_layers is None:
                 raise ConfigError(
@@ -86,6 +87,17 @@ class ResidualStream:
                     "RoutingConfig; or pass config.resolve(num_layers)"
                 )
             config = config.resolve(num_layers, width=embedding.shape[-1])
+        if not isinstance(config, Plan):
+            raise ConfigError(
+                f"a stream is started with {shown(config)}; give a RoutingConfig, or its plan "
+                "(config.resolve(num_layers))"
+            )
+        if sites is not None and sites.plan is not config and sites.plan != config:
+            raise ConfigError(
+                f"the sites are laid out for {sites.plan.num_sublayers} sublayers of method "
+                f"{sites.plan.method!r} and the stream for {config.num_sublayers} of "
+                f"{config.method!r}, or with other settings; make both from one plan"
+            )
         holds = config.places[0].num_finished > 0
         return cls(
             plan=config,
@@ -299,6 +311,7 @@ class ResidualStream:
                 f"the plan has {plan.num_sublayers} sublayers and all were pushed; resolve the "
                 "routing configuration for the number of layers that are run"
             )
+        _check_tensor(f"what {plan.site_name(index)} pushed", output)
         if self.observer is not None:
             output = self.observer.on_push(self, output)
         if self.pending is not None:
@@ -423,6 +436,17 @@ class ResidualStream:
             pending=None,
             priors=priors,
         )
+
+
+def _check_tensor(what: str, tensor: Any) -> None:
+    """A stream of whole numbers would cut off everything that is added to it."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim == 0:
+        kind = (
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            if isinstance(tensor, Tensor)
+            else shown(tensor)
+        )
+        raise DepthrouteError(f"{what} is {kind}; a stream takes floating tensors [..., D]")
 
 
 def _called(site: Site | SiteParameters | None) -> SiteParameters | None:

@@ -302,6 +302,8 @@ def _check_sources(
     if head_norm not in ("full", "slice"):
         raise unknown("head_norm", head_norm, ("full", "slice"))
     first = every[0]
+    if first.ndim == 0:
+        raise DepthrouteError("sources[0] is a single number; sources are [..., D]")
     for n, source in enumerate(every):
         if source.shape != first.shape:
             raise DepthrouteError(
@@ -328,6 +330,20 @@ def _check_sources(
         if tensor is not None and tensor.shape != (width,):
             raise DepthrouteError(
                 f"{name} has shape {tuple(tensor.shape)}; sources of width {width} need [{width}]"
+            )
+    named = {"sources[0]": first, "query": query, "key_weight": key_weight, "residual": residual}
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point():
+            raise DepthrouteError(
+                f"{name} is {tensor.dtype}, and a mix of such numbers would be cut off; cast it to "
+                "a floating dtype"
+            )
+        if tensor.device != first.device:
+            raise DepthrouteError(
+                f"{name} is on {tensor.device} and the sources on {first.device}; move them to one "
+                "device"
             )
     if heads < 1 or width % heads:
         raise DepthrouteError(

@@ -99,7 +99,8 @@ def run_comparison(
     traces: list[dict[str, Any]] = []
     first = comparison.seeds[0] if state is None else state["seed"]
     if state is not None and first != comparison.seeds[0] and look is not None:
-        traces = [t for t in _traces(run) if t["seed"] < first]
+        finished = comparison.seeds[: comparison.seeds.index(first)]
+        traces = [t for t in _traces(run) if t["seed"] in finished]
     try:
         with stop_signals() as stop:
             for seed in comparison.seeds[comparison.seeds.index(first) :]:

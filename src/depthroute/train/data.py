@@ -192,7 +192,7 @@ def load(path: str | Path | None, *, batch_size: int, sequence_length: int) -> T
         name, files = "Python's standard library", standard_library_files(root)
         remedy = "this Python ships no library sources; give text with --data"
     else:
-        root, name = Path(path).expanduser(), str(path)
+        root, name = files.at_home(path), str(path)
         if not root.exists():
             raise DataError(f"{name} does not exist; --data takes a text file or a directory")
         files = [root] if root.is_file() else text_files(root)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from depthroute.errors import shown
+from depthroute.files import at_home
 from depthroute.train.data import DataError, text_files
 
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -61,7 +62,7 @@ def open_corpus(source: str, *, field: str = FIELD) -> Corpus:
 def _files(source: str) -> tuple[list[Path], Path]:
     """What there is to read, and the folder it is in or the one file it is."""
     try:
-        root = Path(source).expanduser()
+        root = at_home(source)
         if not root.exists():
             raise DataError(f"{source} does not exist; {_WHAT}")
         if not root.is_file() and not root.is_dir():

@@ -6,19 +6,20 @@ RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from depthroute import presets
+from depthroute import files, presets
 from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
+from depthroute.models.routed import plan_for
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
@@ -27,10 +28,11 @@ from depthroute.train.data import TokenData
 from depthroute.train.fit import Fit, Sink, export, peak_memory
 from depthroute.train.lockstep import LOOK_SEQUENCES, Look, look_inputs
 from depthroute.train.loop import StepResult, Trainer
-from depthroute.train.prepare import choose_device, refuse_too_large
+from depthroute.train.prepare import choose_device, refuse_idle_rates, refuse_too_large
 from depthroute.train.resuming import open_run, refuse_another
 from depthroute.train.run_directory import RunDirectory
 from depthroute.train.settings import TrainSettings, from_recipe
+from depthroute.train.shape import ANYTHING, NUMBER, WHOLE, check
 from depthroute.train.shards import read_index
 from depthroute.train.sinks import TensorBoard, WeightsAndBiases
 from depthroute.train.sources import TextSource
@@ -46,6 +48,7 @@ FINETUNING = Recipe(
 )
 """As published for converting pretrained models; the routing has a rate of its own."""
 FINETUNING_ROUTING = {"routing_lr": 5e-3, "routing_min_lr": 3e-5}
+_OUTCOME = {"steps": WHOLE, "validation_loss": NUMBER, "best": ANYTHING}
 LOOKS = 10
 """Validations and checkpoints of a run whose settings name no other number."""
 
@@ -99,7 +102,9 @@ def train(
     chosen = presets.with_model(presets.get(preset), shape or {})
     chosen = replace(chosen, routing=routing or chosen.routing)
     # a bad routing is refused before text is tokenised
-    refuse_too_large(presets.build(chosen, device="meta"), choose_device(request.device))
+    model = presets.build(chosen, device="meta")
+    refuse_too_large(model, choose_device(request.device))
+    refuse_idle_rates(request.changes, [model.plan])
     settings = _ten_looks(from_recipe(chosen.recipe, request.changes, f"preset {preset!r}"))
     tokenizer = sources.default_tokenizer(chosen, request)
 
@@ -128,6 +133,13 @@ def finetune(
     settings = _ten_looks(from_recipe(FINETUNING, changes, "fine-tuning"))
     # what cannot be converted is refused before a corpus is tokenised for it
     config = converted_config(plain_config(base), routing)
+    plan = plan_for(config, config.routing_config())
+    refuse_idle_rates(request.changes, [plan])
+    if freeze_base and not plan.site_names():
+        raise ConfigError(
+            f"--freeze-base trains the routing alone, and {label(routing)} has no parameters; "
+            "leave it out, or choose another method"
+        )
     sources.check_length(settings, getattr(config, "max_position_embeddings", None))
 
     def job(vocabulary: dict[str, Any]) -> _Job:
@@ -138,11 +150,6 @@ def finetune(
                 verify = data.validation_batches(1)[0].inputs.to(device)
             model = convert(plain, routing, verify=verify, tolerance=tolerance or 0.0)
             if freeze_base:
-                if not model.routing_parameters():
-                    raise ConfigError(
-                        f"--freeze-base trains the routing alone, and {label(routing)} has no "
-                        "parameters; leave it out, or choose another method"
-                    )
                 model.freeze_base()
             return model
 
@@ -186,15 +193,35 @@ def _run(
 ) -> dict[str, Any]:
     config = _config(request, job, index, world)
     opened = world.on_main(lambda: _open_run(request, config))
-    run, goes_on = opened or (RunDirectory(request.out.expanduser()), False)
+    run, goes_on = opened or (RunDirectory(files.at_home(request.out)), False)
     is_resumed = bool(world.gather(goes_on)[0])
     with closing(run):
+        outcome = world.gather(_finished(run) if goes_on else None)[0]
+        if outcome is not None:
+            if world.is_main:
+                request.watch.note(f"{run.path} is finished: nothing is left to do")
+            return outcome
         torch.manual_seed(request.seed)
         model = job.build(data, world.device, is_resumed)
         torch.manual_seed(request.seed + world.rank)
         model = wrap(model, world, request.parallel, precision=job.settings.precision)
         trainer = Trainer(model, job.settings, world)
         return _train(request, job, trainer, data, config, vocabulary, run, is_resumed)
+
+
+def _finished(run: RunDirectory) -> dict[str, Any] | None:
+    """What a run came to that has written its last file, whether or not checkpoints are left."""
+    if not (run.path / "model" / "config.json").is_file():
+        return None
+    with suppress(ValueError):  # damaged, it is written again from the last checkpoint
+        outcome = run.read_json("summary.json")
+        check(outcome, _OUTCOME, "summary.json")
+        return outcome | _places(run)
+    return None
+
+
+def _places(run: RunDirectory) -> dict[str, str]:
+    return {"run": str(run.path), "model": str(run.path / "model")}
 
 
 def _train(
@@ -220,7 +247,7 @@ def _train(
         watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
     watch.on_start(trainer.completed, job.settings.steps)
     outcome = fit()
-    outcome |= {"run": str(run.path), "model": str(run.path / "model")}
+    outcome |= _places(run)
     peak = peak_memory(trainer.device) if trainer.device.type == "cuda" else None
     export(trainer, run.path / "model", vocabulary)
 

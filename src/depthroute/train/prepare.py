@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from depthroute import presets
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, shown
+from depthroute.plan import Plan
 from depthroute.train import data as text
 from depthroute.train import sources, tokenise
 from depthroute.train.compare import Comparison
@@ -23,7 +24,7 @@ BYTES_PER_PARAMETER = 16
 """fp32: the weight, its gradient and the two moments of Adam."""
 ONE_RUN_ONLY = {
     "on_bad_step": "drops a method whose step goes bad",
-    "keep_last": "keeps its newest checkpoint alone",
+    "keep_last": "keeps its two newest checkpoints",
 }
 
 
@@ -42,10 +43,12 @@ def comparison(
     """``source`` left out is the running Python's standard library, read as bytes."""
     chosen = presets.with_model(presets.get(preset), shape or {})
     parsed, where = parse_methods(methods), choose_device(device)
-    for method in parsed:
-        # so that a block too long for this model is refused now and not after the first method
-        refuse_too_large(presets.build(chosen, method.routing, device="meta"), where)
+    # so that a block too long for this model is refused now and not after the first method
+    models = [presets.build(chosen, method.routing, device="meta") for method in parsed]
+    for model in models:
+        refuse_too_large(model, where)
     changes = changes or {}
+    refuse_idle_rates(changes, [model.plan for model in models])
     for name, reason in ONE_RUN_ONLY.items():
         if name in changes:
             raise ConfigError(
@@ -70,6 +73,17 @@ def comparison(
         None, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
     return Comparison(chosen, parsed, seeds, settings, found, where, equal)
+
+
+def refuse_idle_rates(changes: dict[str, Any], plans: Sequence[Plan]) -> None:
+    """A rate of routing parameters where no method has any would be ignored."""
+    for name in ("routing_lr", "routing_min_lr"):
+        if changes.get(name) is not None and not any(plan.site_names() for plan in plans):
+            methods = " and ".join(sorted({plan.method for plan in plans}))
+            raise ConfigError(
+                f"--set {name}={shown(changes[name])} is for routing parameters, and {methods} as "
+                "set here has none; leave it out, or choose another method"
+            )
 
 
 def refuse_too_large(model: Any, device: torch.device) -> None:

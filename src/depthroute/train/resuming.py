@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.errors import ConfigError
 from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import MAY_CHANGE
@@ -14,7 +15,7 @@ _SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "
 
 def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:
     """The run in ``path`` and whether it was there already and goes on."""
-    path = path.expanduser()
+    path = files.at_home(path)
     if resume and (path / "config.json").is_file():
         return RunDirectory.reopen(path), True
     return RunDirectory.create(path), False

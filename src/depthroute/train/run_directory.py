@@ -34,7 +34,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: str | Path) -> RunDirectory:
-        run = cls(Path(path).expanduser())
+        run = cls(files.at_home(path))
         try:
             if run.path.exists() and not run.path.is_dir():
                 raise RunError(f"{path} is a file; give a new or empty directory with --out")
@@ -52,7 +52,7 @@ class RunDirectory:
     @classmethod
     def reopen(cls, path: str | Path) -> RunDirectory:
         """A run that is to go on. A line cut short when its process was killed is removed."""
-        run = cls(Path(path).expanduser())
+        run = cls(files.at_home(path))
         try:
             run._take()
             files.clear(run.path)

@@ -21,6 +21,7 @@ import numpy as np
 
 from depthroute import files
 from depthroute.train.data import DataError
+from depthroute.train.shape import ANYTHING, TEXT, check
 
 FORMAT = 1
 SHARD_TOKENS = 1 << 27
@@ -112,15 +113,24 @@ class ShardedTokens:
         return np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
 
 
+_FILE = {"file": TEXT, "sha256": TEXT}
+_INDEX = {"parts": {"*": {"shards": [_FILE], "starts": _FILE}}, "tokenizer": {"name": TEXT}}
+
+
 def read_index(folder: Path, *, verify: bool = True) -> dict[str, Any]:
     """The index of prepared tokens; every file is compared with its checksum if asked."""
     try:
         index = json.loads((folder / "index.json").read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{folder} holds no prepared tokens: {error}") from error
-    if index.get("format") != FORMAT:
+        check(index, {"format": ANYTHING}, "index.json")
+        if index["format"] == FORMAT:
+            check(index, _INDEX, "index.json")
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"{folder} has token format {index.get('format')!r} and this version reads {FORMAT}; "
+            f"{folder} holds no prepared tokens: {error}; remove that folder to prepare it again"
+        ) from error
+    if index["format"] != FORMAT:
+        raise DataError(
+            f"{folder} has token format {index['format']!r} and this version reads {FORMAT}; "
             "remove that folder to prepare it again"
         )
     for entry in index["parts"].values():

@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.checks import check_whole
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
@@ -98,7 +99,7 @@ def _prepared(source: TextSource) -> Tokens:
                 f"{option} says how text becomes tokens, and {source.data} holds tokens already; "
                 "leave it out, or give --data the text"
             )
-    folder = Path(source.data.removeprefix(PREPARED)).expanduser()
+    folder = files.at_home(source.data.removeprefix(PREPARED))
     return Tokens(folder, tokenise.stored_vocabulary(folder))
 
 

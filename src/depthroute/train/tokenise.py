@@ -45,7 +45,7 @@ class Progress:
 def cache_folder() -> Path:
     """``DEPTHROUTE_CACHE``, or the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("DEPTHROUTE_CACHE", f"{base}/depthroute")).expanduser()
+    return files.at_home(os.environ.get("DEPTHROUTE_CACHE", f"{base}/depthroute"))
 
 
 def choose_vocabulary(
