@@ -311,7 +311,7 @@ class ResidualStream:
                 f"the plan has {plan.num_sublayers} sublayers and all were pushed; resolve the "
                 "routing configuration for the number of layers that are run"
             )
-        _check_tensor(f"what {plan.site_name(index)} pushed", output)
+        _check_tensor(f"what {self.place.name} pushed", output)
         if self.observer is not None:
             output = self.observer.on_push(self, output)
         if self.pending is not None:

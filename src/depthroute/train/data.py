@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
+from depthroute.files import at_home
 
 VOCABULARY = 256
 HELD_OUT_PERCENT = 5
@@ -192,7 +193,7 @@ def load(path: str | Path | None, *, batch_size: int, sequence_length: int) -> T
         name, files = "Python's standard library", standard_library_files(root)
         remedy = "this Python ships no library sources; give text with --data"
     else:
-        root, name = files.at_home(path), str(path)
+        root, name = at_home(path), str(path)
         if not root.exists():
             raise DataError(f"{name} does not exist; --data takes a text file or a directory")
         files = [root] if root.is_file() else text_files(root)
