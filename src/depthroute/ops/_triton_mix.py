@@ -192,8 +192,8 @@ RESIDENT_BYTES = 73 * 1024
 def fits(rows: int, width: int, itemsize: int) -> bool:
     """Whether so many rows of a token fit one program, and are better off there.
 
-    17 rows of 2048 do fit, and reached 0.78 of the copy speed (bench/results/op_h200.json as of
-    b1484b6); streamed they reach 0.89.
+    17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
+    (docs/negative-results.md).
     """
     limit = RESIDENT_BYTES if rows <= 12 else RESIDENT_BYTES // 2
     return 0 < rows <= RESIDENT_SOURCES and rows * width * itemsize <= limit
