@@ -146,6 +146,7 @@ def test_peft_lora_on_the_base_with_routing_trained_in_full(tmp_path):
     )
     trainer.train()
     assert_fell(losses(trainer), by=0.05)  # rank 4 on a random base learns little
+    assert all(site.query.abs().max() > 1e-4 for site in wrapped.sites.values())  # and not it alone
     wrapped.save_pretrained(tmp_path / "lora")
     expected = wrapped.eval()(input_ids=tokens()).logits
     again = peft.PeftModel.from_pretrained(converted(), tmp_path / "lora").eval()
