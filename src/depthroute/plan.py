@@ -150,6 +150,11 @@ class Plan(Resolved):
         return 2 * width * queries + sum(place.has_gate for place in self.places)
 
     @property
+    def weight_offset(self) -> int:
+        """What is added to every weight of a mix: -1 stands for -1/S."""
+        return -1 if self.is_centered else int(self.sums_sources)
+
+    @property
     def init_reason(self) -> str:
         """What this ``init`` means for a pretrained model, in a sentence."""
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from depthroute.ops import inductor
+from depthroute.ops.private import inductor
 from tests.kernels.test_inductor import parts, sublayer, with_gradients
 
 pytestmark = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from depthroute import ops
-from depthroute.ops import inductor
-from depthroute.ops.inductor import compile_options, pass_terms
+from depthroute.ops.private import inductor
+from depthroute.ops.private.inductor import compile_options, pass_terms
 
 WIDTH = 96
 backward = torch.ops.depthroute.depth_mix_triton_backward.default
@@ -63,7 +63,6 @@ def parts(graphs) -> list[int]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("projections", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_kernel_reads_the_gradients_of_all_projections(dtype, projections):
@@ -79,7 +78,6 @@ def test_a_kernel_reads_the_gradients_of_all_projections(dtype, projections):
 
 
 @pytest.mark.interpreter
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_inductor_itself_passes_all_of_them(dynamic, monkeypatch):
     graphs = []
@@ -101,7 +99,6 @@ def test_inductor_itself_passes_all_of_them(dynamic, monkeypatch):
 
 
 @pytest.mark.interpreter
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_too_many_parts_and_what_is_no_sum_stay_as_they_are():
     for projections, options in ((5, {}), (2, {"elsewhere": True})):
         graphs = []

@@ -76,7 +76,7 @@ def test_depth_mix_keeps_the_error_budget(case: MixCase):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [bf16, fp32], ids=str)
 def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
-    monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
+    monkeypatch.setattr("depthroute.ops._record.RESIDENT_SOURCES", 0)
     MixCase(5, 9, 256, dtype=dtype).check("cpu")
     MixCase(5, 9, 256, heads=4, dtype=dtype, scale=5.0).check("cpu")
     MixCase(5, 9, 256, norm=True, dtype=dtype).check("cpu")
@@ -108,7 +108,7 @@ def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", [BOUNDARY[0], BOUNDARY[2], BOUNDARY[4], BOUNDARY[5]], ids=str)
 def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monkeypatch):
-    monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
+    monkeypatch.setattr("depthroute.ops._record.RESIDENT_SOURCES", 0)
     case.check("cpu")
 
 
@@ -117,7 +117,7 @@ def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monk
 def test_sums_of_rows_in_any_layout_are_written_in_order(resident, monkeypatch):
     """Rows of a batch of one that a sublayer transposed are dense, but not [N, D] in memory."""
     if not resident:
-        monkeypatch.setattr("depthroute.ops._triton_mix.RESIDENT_SOURCES", 0)
+        monkeypatch.setattr("depthroute.ops._record.RESIDENT_SOURCES", 0)
     sources, output = [torch.randn(5, 96) for _ in range(2)], torch.randn(96, 5).t()
     state, partial, query = torch.randn(96, 5).t(), torch.randn(96, 5).t(), torch.randn(96)
     given = output, sources, query, None, state, partial
@@ -197,14 +197,14 @@ def test_rows_are_summed_over_programs(shape):
 
 @pytest.mark.interpreter
 def test_the_registered_ops_pass_opcheck():
-    sources = [torch.randn(3, 96, requires_grad=True) for _ in range(3)]
-    query = torch.randn(96, requires_grad=True)
+    sources = [torch.randn(3, 96) for _ in range(3)]
+    query = torch.randn(96)
     none = (None, None, None)
     options = (1e-6, 2, False, False, 1.0, 1e-6, torch.float32, False)
     arguments = (sources, query, *none, None, None, None, False, *options, True)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
-    weight = torch.rand(96, requires_grad=True)
-    output, state, partial = (torch.randn(3, 96, requires_grad=True) for _ in range(3))
+    weight = torch.rand(96)
+    output, state, partial = (torch.randn(3, 96) for _ in range(3))
     for keeps_x in (True, False):
         pushed = (weight, output, partial, True)
         arguments = (sources, query, state, None, None, *pushed, *options, keeps_x)
@@ -213,12 +213,12 @@ def test_the_registered_ops_pass_opcheck():
 
 @pytest.mark.interpreter
 def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
-    q, k, v = (torch.randn(2, 5, 4, 16).transpose(1, 2).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(2, 5, 4, 16).transpose(1, 2) for _ in range(3))
     torch.library.opcheck(
         torch.ops.depthroute.depth_attention_mix_triton.default, (q, [k], [v], 0.2)
     )
-    sources = [torch.randn(3, 96, requires_grad=True) for _ in range(2)]
-    queries = torch.randn(2, 96, requires_grad=True)
+    sources = [torch.randn(3, 96) for _ in range(2)]
+    queries = torch.randn(2, 96)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_group_triton.default,
         (sources, queries, 1e-6, 2, False, torch.float32),
@@ -272,7 +272,6 @@ def boundaries(sources, output, state, partial, query, gain, weight):
 
 
 @pytest.mark.interpreter
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_boundaries_compile_into_one_graph_without_gradients_of_zeros():
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd

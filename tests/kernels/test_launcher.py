@@ -22,7 +22,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from depthroute.bench import gate, kernels
-from depthroute.ops._triton import attention_launch, launcher, layout, mix_launch
+from depthroute.ops._triton import attention_launch, layout, mix_launch
+from depthroute.ops.private import launcher
 from tests.kernels.hopper import HopperDriver
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from depthroute.bench import kernels, timing, tuning
 from depthroute.bench.record import Record
-from depthroute.ops._triton import launcher
+from depthroute.ops.private import launcher
 
 pytestmark = pytest.mark.interpreter
 CPU = torch.device("cpu")

@@ -67,7 +67,6 @@ def test_checkpointing_a_site_repeats_it_safely():
 
 
 # dynamo makes an instance of every autograd function it traces and is warned of it
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_carrying_compiles_into_one_graph():
     sources, queries = draw()
     compiled = torch.compile(three_sites, fullgraph=True, backend="aot_eager")

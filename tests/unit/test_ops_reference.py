@@ -12,7 +12,8 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, jvp, vmap
 
 from depthroute import errors, ops
-from depthroute.ops import _transforms, backends
+from depthroute.ops import backends
+from depthroute.ops.private import transforms
 
 NAMES_THE_BACKEND = r'with depthroute\.ops\.backend\("reference"\)'
 WIDTH = 4
@@ -222,12 +223,11 @@ def test_an_unknown_setting_is_an_error_with_the_nearest_name():
 def test_a_boundary_of_the_reference_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(backends, "triton_obstacle", lambda *_: None)
     on_a_gpu = torch.empty(2, 64, device="meta")
-    monkeypatch.setattr(
-        "depthroute.ops.carry.choose", lambda op, _, *a: backends.choose(op, "cuda")
-    )
-    assert ops.fuses_boundary(on_a_gpu, 2)
+    chosen = ops.choose("depth_mix", "cuda").backend
+    assert ops.fuses_boundary(chosen, on_a_gpu, 2)
     with ops.backend("reference"):
-        assert not ops.fuses_boundary(on_a_gpu, 2)
+        chosen = ops.choose("depth_mix", "cuda").backend
+        assert not ops.fuses_boundary(chosen, on_a_gpu, 2)
 
 
 def used_backend() -> str:
@@ -288,7 +288,7 @@ def test_a_compiled_function_follows_the_setting_around_it():
     with ops.backend("reference"):
         torch.testing.assert_close(mix(), expected)
     assert torch.equal(mix(), expected)
-    assert graphs == [["depthroute.depth_mix"], []]
+    assert graphs == [["depthroute.depth_mix.default"], []]
 
 
 def test_a_setting_inside_a_compiled_function_is_of_its_block():
@@ -301,7 +301,7 @@ def test_a_setting_inside_a_compiled_function_is_of_its_block():
 
     both, graphs = compiled(mix)
     torch.testing.assert_close(*both())
-    assert graphs == [["depthroute.depth_mix"]]
+    assert graphs == [["depthroute.depth_mix.default"]]
     assert not backends._settings
 
 
@@ -322,7 +322,7 @@ def test_a_torch_without_the_private_names_says_it_in_its_own_words(monkeypatch)
     monkeypatch.delattr(torch._C, "_are_functorch_transforms_active")
     monkeypatch.delattr(torch._C._functorch, "is_legacy_batchedtensor")
     monkeypatch.delattr(forward_ad, "_current_level")
-    spec = importlib.util.spec_from_file_location("without_private_names", _transforms.__file__)
+    spec = importlib.util.spec_from_file_location("without_private_names", transforms.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.refuse_transforms("depth_mix", "torch")

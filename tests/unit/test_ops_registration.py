@@ -8,9 +8,10 @@ from torch.library import opcheck
 from torch.testing import assert_close
 
 from depthroute import ops
+from depthroute.ops._record import Mix, MixBackward
 
 
-def normal(*shape: int, dtype=torch.float32, grad: bool = True) -> torch.Tensor:
+def normal(*shape: int, dtype=torch.float32, grad: bool = False) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_(grad)
 
 
@@ -30,20 +31,22 @@ def mix_arguments(case: str):
         prior, lse, heads, sources = normal(5, 8), normal(5, 2), 2, sources[:1]
     if case == "prior_alone":
         prior, lse, sources = normal(5, 8), normal(5, 1), []
-    return (
-        *(sources, normal(8), residual, prior, lse),
-        *(1e-6, heads, slice_norm, offset, scale, dtype),
+    nothing_pushed = None, None, None, False
+    return Mix(
+        *(sources, normal(8), residual, prior, lse, *nothing_pushed),
+        *(1e-6, heads, slice_norm, offset, scale, 1e-6, dtype),
     )
 
 
 @pytest.mark.parametrize("case", ["plain", "bfloat16", "residual", "heads", "prior", "prior_alone"])
 def test_depth_mix_passes_opcheck(case):
-    opcheck(torch.ops.depthroute.depth_mix.default, mix_arguments(case))
+    opcheck(torch.ops.depthroute.depth_mix.default, tuple(mix_arguments(case)))
 
 
 @pytest.mark.parametrize(("heads", "slice_norm"), [(1, False), (2, False), (2, True)])
 def test_depth_mix_group_passes_opcheck(heads, slice_norm):
-    arguments = ([normal(5, 8) for _ in range(3)], normal(4, 8), 1e-6, heads, slice_norm)
+    sources = [normal(5, 8) for _ in range(3)]
+    arguments = (sources, normal(4, 8), 1e-6, heads, slice_norm, torch.bfloat16)
     opcheck(torch.ops.depthroute.depth_mix_group.default, arguments)
 
 
@@ -57,25 +60,28 @@ def test_depth_attention_mix_passes_opcheck(dtype):
 
 def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
     utilities = ("test_schema", "test_faketensor")
-    plain = {"grad": False}
-    sources, query = [normal(5, 8, **plain) for _ in range(3)], normal(8, **plain)
-    for prior, lse, heads in ((None, None, 1), (normal(5, 8, **plain), normal(5, 2, **plain), 2)):
-        forward = torch.ops.depthroute.depth_mix(
-            sources, query, None, prior, lse, 1e-6, heads, False, False, 1.0, torch.float32
+    for case in ("plain", "heads", "prior", "prior_alone"):
+        mix = mix_arguments(case)
+        stats, _ = torch.ops.depthroute.depth_mix(*mix)
+        back = MixBackward(
+            *(normal(5, 8), [], None, None, [], mix.sources, mix.query, mix.prior, mix.prior_lse),
+            *(None, None, None, stats, mix.heads, mix.slice_norm, mix.offset, mix.scale),
+            *(False, False, False, None),
         )
-        arguments = (normal(5, 8, **plain), sources, query, prior, lse, *forward[1:])
         op = torch.ops.depthroute.depth_mix_backward.default
-        opcheck(op, (*arguments, heads, False, 1.0), test_utils=utilities)
+        opcheck(op, tuple(back), test_utils=utilities)
 
-    queries = normal(4, 8, **plain)
-    out, lse, rstd, logits = torch.ops.depthroute.depth_mix_group(sources, queries, 1e-6, 2, True)
-    arguments = (torch.ones_like(out), torch.ones_like(lse), sources, queries, rstd, logits, lse, 2)
+    sources, queries = [normal(5, 8) for _ in range(3)], normal(4, 8)
+    settings = 1e-6, 2, True, torch.float32
+    out, lse, rstd, logits = torch.ops.depthroute.depth_mix_group(sources, queries, *settings)
+    grads = torch.ones_like(out), torch.ones_like(lse), []
+    arguments = (*grads, sources, queries, rstd, logits, lse, 2, True)
     op = torch.ops.depthroute.depth_mix_group_backward.default
     opcheck(op, arguments, test_utils=utilities)
 
-    query, pairs = normal(2, 4, 3, 4, **plain), [normal(2, 2, 3, 4, **plain) for _ in range(4)]
-    out, weights = torch.ops.depthroute.depth_attention_mix(query, pairs[:2], pairs[2:], 0.5)
-    arguments = (torch.ones_like(out), query, pairs[:2], pairs[2:], weights, 0.5)
+    query, pairs = normal(2, 4, 3, 4), [normal(2, 2, 3, 4) for _ in range(4)]
+    out, kept = torch.ops.depthroute.depth_attention_mix(query, pairs[:2], pairs[2:], 0.5)
+    arguments = (torch.ones_like(out), query, pairs[:2], pairs[2:], kept, 0.5)
     op = torch.ops.depthroute.depth_attention_mix_backward.default
     opcheck(op, arguments, test_utils=utilities)
 
@@ -93,6 +99,7 @@ def test_the_ops_compile_without_a_graph_break_and_give_the_same_gradients():
     def results(function):
         torch.manual_seed(0)
         tensors = [normal(8), normal(8), *(normal(2, 3, 8) for _ in range(4))]
+        tensors = [t.requires_grad_() for t in tensors]
         out = function(*tensors)
         return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
@@ -112,6 +119,8 @@ def test_an_undefined_gradient_passes_through():
             return None
 
     sources, query = [normal(5, 8) for _ in range(3)], normal(8)
+    for tensor in (*sources, query):
+        tensor.requires_grad_()
     x = Stop.apply(ops.depth_mix(sources, query))
     x.sum().backward()
     assert all(t.grad is None or not t.grad.any() for t in (*sources, query))

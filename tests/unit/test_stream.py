@@ -270,7 +270,7 @@ def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatc
         return out, waited, [g for g in grads if g is not None]
 
     apart, none, expected = run()
-    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda held, count: True)
+    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda *_: True)
     together, waited, found = run()
     assert none == 0
     assert (waited > 0) == any(plan.places[i].fuses for i in range(1, plan.num_sublayers))
@@ -283,7 +283,7 @@ def test_after_phase_one_only_newer_sources_have_to_fit_the_kernel(monkeypatch):
     plan = RoutingConfig("attnres", evaluation="two_phase", group_size=4).resolve(6, width=WIDTH)
     asked: list[int] = []
 
-    def fits(held: torch.Tensor, count: int) -> bool:
+    def fits(backend: str, held: torch.Tensor, count: int) -> bool:
         asked.append(count)
         return count <= 4
 
@@ -312,14 +312,14 @@ def test_the_last_place_that_reads_sources(settings, last, monkeypatch):
     """It hands them on to nobody: a compiled graph would make gradients of zeros for them."""
     plan = RoutingConfig(**settings).resolve(4, width=WIDTH)
     assert [place.hands_on for place in plan.places] == [index < last for index in range(9)]
-    handed, boundary = [], ops.depth_boundary
+    handed, boundary = [], ops.boundary
 
-    def spy(*args, hands_on: bool, **options):
-        handed.append(hands_on)
-        return boundary(*args, hands_on=hands_on, **options)
+    def spy(mix, key_weight, wants, backend):
+        handed.append(wants.sources)
+        return boundary(mix, key_weight, wants, backend)
 
-    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda held, count: True)
-    monkeypatch.setattr("depthroute.ops.depth_boundary", spy)
+    monkeypatch.setattr("depthroute.ops.fuses_boundary", lambda *_: True)
+    monkeypatch.setattr("depthroute.ops.boundary", spy)
     sites = nn.Sites(plan, WIDTH)
     stream = nn.ResidualStream.start(torch.randn(3, WIDTH), plan, sites=sites)
     for index in range(plan.num_sublayers):

@@ -356,14 +356,15 @@ def attention(
     query, grad = draw(heads * repeats), draw(heads)
     keys, values = ([draw(heads) for _ in range(layers)] for _ in range(2))
     given, scaling = (query, keys, values), head_width**-0.5
-    _, logits, lse = torch.ops.depthroute.depth_attention_mix_triton.default(*given, scaling)
+    _, kept = torch.ops.depthroute.depth_attention_mix_triton.default(*given, scaling)
 
     def forward() -> Sequence[Tensor]:
-        return torch.ops.depthroute.depth_attention_mix_triton.default(*given, scaling)
+        mixed, kept = torch.ops.depthroute.depth_attention_mix_triton.default(*given, scaling)
+        return [mixed, *kept]
 
     def backward() -> Sequence[Tensor]:
         dquery, dkeys, dvalues = torch.ops.depthroute.depth_attention_mix_triton_backward.default(
-            grad, *given, logits, lse, scaling
+            grad, *given, kept, scaling
         )
         return [dquery, *dkeys, *dvalues]
 

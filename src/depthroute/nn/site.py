@@ -36,58 +36,11 @@ class SiteParameters:
     heads: int
     head_norm: str
 
-    def mix(
-        self,
-        sources: Sequence[Tensor],
-        residual: Tensor | None = None,
-        *,
-        prior: Tensor | None = None,
-        prior_lse: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """``scale * (residual + mix)`` over ``sources``, after a finished group's ``prior``."""
-        arguments = self._arguments(residual)
-        if prior is None:
-            return ops.depth_mix(sources, *arguments, head_norm=self.head_norm, **options)
-        assert prior_lse is not None
-        return ops.depth_mix_merge(
-            prior, prior_lse, sources, *arguments, head_norm=self.head_norm, **options
-        )
-
-    def mix_carried(
-        self, sources: Sequence[Tensor], residual: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The same, and the sources to hand on to the next site."""
-        return ops.depth_mix_carried(
-            sources, *self._arguments(residual), head_norm=self.head_norm, **options
-        )
-
-    def boundary(
-        self,
-        output: Tensor | None,
-        sources: Sequence[Tensor],
-        residual: Tensor | None,
-        partial: Tensor | None,
-        **options: Any,
-    ) -> ops.Boundary:
-        """Push ``output``, mix and norm at once; see :func:`depthroute.ops.depth_boundary`."""
-        query, gain, _, eps, heads = self._arguments(None)
-        return ops.depth_boundary(
-            output,
-            sources,
-            query,
-            gain,
-            residual,
-            partial,
-            eps,
-            heads,
-            head_norm=self.head_norm,
-            **options,
-        )
-
-    def _arguments(self, residual: Tensor | None) -> tuple[Any, ...]:
+    def mix(self, sources: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
+        """``residual + mix`` over ``sources``."""
         assert self.query is not None, "this site has a gate alone"
-        return self.query, self.key_weight, residual, self.eps, self.heads
+        given = self.query, self.key_weight, residual, self.eps, self.heads
+        return ops.depth_mix(sources, *given, head_norm=self.head_norm)
 
     @torch.no_grad()
     def weights(self, sources: Sequence[Tensor]) -> Tensor:

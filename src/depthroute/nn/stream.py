@@ -67,6 +67,8 @@ class ResidualStream:
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
+    backend: str = "torch"
+    """Of every mix; chosen at the start, for the device where the stream is."""
 
     @classmethod
     def start(
@@ -98,6 +100,7 @@ class ResidualStream:
                 f"{sites.plan.method!r} and the stream for {config.num_sublayers} of "
                 f"{config.method!r}, or with other settings; make both from one plan"
             )
+        backend = _chosen_backend(embedding) if config.chooses else "torch"
         holds = config.places[0].num_finished > 0
         return cls(
             plan=config,
@@ -106,6 +109,7 @@ class ResidualStream:
             state=embedding if config.keeps_state else None,
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
+            backend=backend,
         )
 
     @property
@@ -143,165 +147,125 @@ class ResidualStream:
         on with.
 
         The stream holds the same values. Where the kernels can, its sources are those the read
-        handed on (:mod:`depthroute.ops.carry`), so that in backward every source's gradient is
+        handed on (:mod:`depthroute.ops.mix`), so that in backward every source's gradient is
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
-        site = _called(site)
-        if site is not None and self._fuses():
-            return self._boundary(site, norm)
-        held = self.sources[0] if self.sources else self.state
-        assert held is not None
-        carries = torch.is_grad_enabled() and held.device.type == "cuda"
-        carries = carries and self.place.hands_on
-        x, after = self.settled()._read(site, carries)
+        chosen: SiteParameters | None = site() if isinstance(site, torch.nn.Module) else site
+        if chosen is not None and self._fuses():
+            return self._mix(chosen, norm)
+        stream = self.settled()
+        x, after = stream._route(chosen)
+        if stream.observer is not None:
+            stream.observer.on_read(stream, chosen, x)
         return (x if norm is None else norm.apply(x)), after
 
     def _fuses(self) -> bool:
         """Whether the place ahead is one call of the boundary kernel."""
-        place, held = self.place, self.sources[0] if self.sources else self.state
-        if not place.fuses or self.observer is not None or held is None:
+        place = self.place
+        if not place.fuses or self.observer is not None:
             return False
-        return ops.fuses_boundary(held, place.num_sources - self._num_grouped)
+        return ops.fuses_boundary(
+            self.backend, self._example, place.num_sources - self._num_grouped
+        )
 
     @property
     def _num_grouped(self) -> int:
         """Sources that phase 1 has read for the place ahead; only what came since is left."""
         return self.place.num_grouped if self.priors else 0
 
-    def _boundary(
-        self, site: SiteParameters, norm: PreNorm | None
-    ) -> tuple[Tensor, ResidualStream]:
-        """Push what is pending, mix and apply the norm, in one kernel."""
-        plan, place = self.plan, self.place
-        residual = self.state if plan.adds_state else None
-        pushed, partial, is_read = self.pending, self.partial, False
-        sources = self.sources
-        if pushed is None:
-            residual = self._unread if plan.sums_sources else residual
-            sources, partial = self.visible(), None
-        else:
-            is_read = place.num_sources > len(sources)
-            if plan.sums_sources and not is_read:
-                # the block's sum takes the place of the state: x is it and what the sources give
-                starts = partial is None
-                residual, partial = (pushed, None) if starts else (partial, None)
-                pushed = None if starts else pushed
-        finished, prior = self._num_grouped, {}
-        if self.priors:
-            prior = {"prior": self.priors[0][0], "prior_lse": self.priors[0][1]}
-        fused = norm is not None and norm.weight is not None
-        goes_on = partial is not None  # the kernel makes the block's sum
-        hands_on = place.hands_on or (goes_on and is_read)
-        done = site.boundary(
-            pushed,
-            sources[finished:],
-            residual,
-            partial,
-            reads_last=is_read,
-            scale=place.scale,
-            centered=plan.is_centered,
-            adds_sources=plan.sums_sources,
-            dtype=self._dtype,
-            norm_weight=norm.weight if norm is not None else None,
-            norm_eps=norm.eps if norm is not None else 0.0,
-            returns_x=not fused,
-            returns_last=(hands_on or goes_on) and (is_read or not plan.sums_sources),
-            hands_on=hands_on,
-            hands_state_on=hands_on and residual is not None,
-            **prior,
-        )
-        handed = (*sources[:finished], *done.sources)
-        if self.pending is None:
-            after = self._with_visible(handed)
-            if plan.adds_state:
-                after = replace(after, state=done.state)
-            elif residual is not None:
-                after = replace(after, partial=done.state)
-        else:
-            last = done.state if plan.sums_sources and not is_read else done.last
-            last = pushed if last is None else last  # a block of one that nobody reads
-            assert last is not None
-            closes = place.starts_block
-            after = replace(
-                self,
-                sources=(*handed, last) if closes else handed,
-                partial=None if closes else last,
-                state=None if self.state is None else done.state,
-                pending=None,
-            )
-        x = done.y if fused else done.x
-        assert x is not None
-        return (x if fused or norm is None else norm.apply(x)), after
-
     @property
-    def _unread(self) -> Tensor | None:
-        """The block's sum where the place ahead does not list it among its sources."""
-        return self.partial if len(self.visible()) == len(self.sources) else None
-
-    @property
-    def _dtype(self) -> torch.dtype:
+    def _example(self) -> Tensor:
         held = self.sources[0] if self.sources else self.state
         assert held is not None
-        return held.dtype
+        return held
 
-    def _read(self, site: SiteParameters | None, carries: bool) -> tuple[Tensor, ResidualStream]:
-        x, after = self._route(site, carries)
-        if self.observer is not None:
-            self.observer.on_read(self, site, x)
-        return x, after
-
-    def _route(self, site: SiteParameters | None, carries: bool) -> tuple[Tensor, ResidualStream]:
+    def _route(self, site: SiteParameters | None) -> tuple[Tensor, ResidualStream]:
+        """With nothing pending."""
         plan, place = self.plan, self.place
         if not place.reads_mix:
-            return (self.state if self.state is not None else self.value), self
-        sources = self.visible()
-        count = len(sources)
+            return self.value, self
         if site is None and place.has_site:
             raise DepthrouteError(
-                f"{place.name} chooses among {count} sources but was read without "
+                f"{place.name} chooses among {place.num_sources} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
-        residual = self.state if plan.adds_state else None
+        if place.has_query:
+            assert site is not None
+            x, after = self._mix(site, None)
+        else:
+            (x,), after = self.visible(), self
         if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
-            mix, after = sources[0], self
-            if place.has_query:
-                mix, after = self._mix(site, carries)
-            return self.state + site.gate.to(mix.dtype) * mix, after
-        scale = place.scale
-        if not place.has_query:
-            residual = self.value if plan.sums_sources else residual
-            x = sources[0] if residual is None else residual + sources[0]
-            return (x if scale == 1.0 else x * scale), self
-        assert site is not None
-        residual = self._unread if plan.sums_sources else residual
-        return self._mix(site, carries, residual, scale)
+            return self.state + site.gate.to(x.dtype) * x, after
+        if place.has_query:
+            return x, after
+        if plan.adds_state or plan.sums_sources:
+            x = self.value + x
+        return (x if place.scale == 1.0 else x * place.scale), after
 
-    def _mix(
-        self,
-        site: SiteParameters,
-        carries: bool,
-        residual: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> tuple[Tensor, ResidualStream]:
-        """One pass over everything visible, or phase 2 after a group's phase 1."""
-        sources, plan, finished = self.visible(), self.plan, self._num_grouped
-        prior, lse = self.priors[0] if self.priors else (None, None)
-        newer = sources[finished:]
-        options: dict[str, Any] = {"scale": scale}
-        if prior is None:
-            options |= {"centered": plan.is_centered, "adds_sources": plan.sums_sources}
+    def _mix(self, site: SiteParameters, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
+        """Push what is pending, mix over everything visible (or, after a group's phase 1, what came
+        since) and apply the norm."""
+        plan, place, finished = self.plan, self.place, self._num_grouped
+        prior, prior_lse = self.priors[0] if self.priors else (None, None)
+        sources, output, partial = self.sources, self.pending, self.partial
+        reads_newest = place.num_sources > len(sources)
+        residual = self.state if plan.adds_state and not place.has_gate else None
+        if output is None:
+            sources, partial = self.visible(), None
+        if plan.sums_sources and not reads_newest:
+            # the block's sum takes the place of the state: x is it and what the sources give
+            residual, partial = self.partial, None
+            if residual is None:
+                residual, output = output, None
+        hands_on = place.hands_on or (partial is not None and reads_newest)
+        norm_weight = None if norm is None else norm.weight
+        mix = ops.Mix(
+            list(sources[finished:]),
+            site.query,  # pyright: ignore[reportArgumentType]
+            *(residual, prior, prior_lse, norm_weight, output, partial),
+            reads_last=output is not None and reads_newest,
+            eps=site.eps,
+            heads=site.heads,
+            slice_norm=site.head_norm == "slice",
+            offset=plan.weight_offset,
+            scale=1.0 if place.has_gate else place.scale,
+            norm_eps=0.0 if norm is None else norm.eps,
+            dtype=self._example.dtype,
+        )
+        wants = ops.Wants(
+            x=norm_weight is None,
+            last=(hands_on or partial is not None) and (reads_newest or not plan.sums_sources),
+            sources=hands_on,
+            state=hands_on and residual is not None,
+        )
+        made = ops.boundary(mix, site.key_weight, wants, self.backend)
+        x = made.y if made.x is None else made.x
+        assert x is not None
+        x = x if norm is None or norm_weight is not None else norm.apply(x)
+        if self.pending is None and made.sources is mix.sources:
+            return x, self
+        return x, self._after((*sources[:finished], *made.sources), made, reads_newest)
+
+    def _after(
+        self, handed: tuple[Tensor, ...], made: ops.Boundary, reads_newest: bool
+    ) -> ResidualStream:
+        """The stream with what a mix has ``handed`` on and ``made`` of what was pending."""
+        plan, is_sum = self.plan, self.plan.sums_sources and not reads_newest
+        state = made.state if plan.adds_state else self.state
+        if self.pending is None:
+            count, partial = len(self.sources), self.partial
+            if partial is not None and (reads_newest or is_sum):
+                partial = handed[count] if reads_newest else made.state
+            return replace(self, sources=handed[:count], partial=partial, state=state)
+        newest = made.state if is_sum else made.last
+        if newest is None:  # a block of one that nobody reads
+            newest = self.pending
+        if self.place.starts_block:
+            sources, partial = (*handed, newest), None
         else:
-            options |= {"prior": prior, "prior_lse": lse, "dtype": sources[0].dtype}
-        if not carries:
-            return site.mix(newer, residual, **options), self
-        x, handed = site.mix_carried(newer, residual, **options)
-        return x, self._with_visible((*sources[:finished], *handed))
-
-    def _with_visible(self, sources: tuple[Tensor, ...]) -> ResidualStream:
-        count = len(self.sources)
-        partial = sources[count] if len(sources) > count else self.partial
-        return replace(self, sources=sources[:count], partial=partial)
+            sources, partial = handed, newest
+        return replace(self, sources=sources, partial=partial, state=state, pending=None)
 
     def push(self, output: Tensor) -> ResidualStream:
         """The stream after a sublayer added ``output``."""
@@ -316,7 +280,7 @@ class ResidualStream:
             output = self.observer.on_push(self, output)
         if self.pending is not None:
             return self.settled().push(output)
-        held = self.state if self.state is not None else self.sources[0]
+        held = self._example
         if output.shape != held.shape:
             raise DepthrouteError(
                 f"{self.place.name} pushed an output of shape {tuple(output.shape)} onto a "
@@ -347,9 +311,8 @@ class ResidualStream:
             if closes:
                 sources, partial = (*sources, partial), None
         after = replace(self, sources=sources, partial=partial, state=state, pending=None)
-        return (
-            after if self.place.opens_group is None else after._open_group(self.place.opens_group)
-        )
+        group = self.place.opens_group
+        return after if group is None else after._open_group(group)
 
     def _open_group(self, group: range) -> ResidualStream:
         """Phase 1 for the group that starts here, if the queries ahead are known."""
@@ -360,18 +323,17 @@ class ResidualStream:
         some = next(site for site in sites if site is not None)
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
         gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
-        options: dict[str, Any] = {"head_norm": self.plan.head_norm}
-        arguments = self.sources, queries, gains, self.plan.eps, self.plan.heads
-        after, has_kernels = self, queries.device.type == "cuda"
-        if has_kernels:
-            # rounded: outputs are kept for backward, and the boundary kernel holds one dtype
-            options["dtype"] = self.sources[0].dtype
-        if has_kernels and self.plan.places[group.stop - 1].hands_on:
-            outputs, lses, handed = ops.depth_mix_group_carried(*arguments, **options)
-            after = replace(self, sources=tuple(handed))
-        else:
-            outputs, lses = ops.depth_mix_group(*arguments, **options)
-        return replace(after, priors=tuple(zip(outputs.unbind(), lses.unbind(), strict=True)))
+        plan = self.plan
+        # rounded for the kernels: outputs are kept for backward, and a boundary holds one dtype
+        dtype = self.sources[0].dtype if self.backend == "triton" else None
+        outputs, lses, handed = ops.depth_mix_group_carried(
+            *(self.sources, queries, gains, plan.eps, plan.heads, self.backend),
+            head_norm=plan.head_norm,
+            dtype=dtype,
+        )
+        sources = tuple(handed) if plan.places[group.stop - 1].hands_on else self.sources
+        priors = tuple(zip(outputs.unbind(), lses.unbind(), strict=True))
+        return replace(self, sources=sources, priors=priors)
 
     def finish(self, site: Site | SiteParameters | None = None) -> Tensor:
         """What the final norm reads."""
@@ -387,22 +349,18 @@ class ResidualStream:
     def to(self, device: Any, non_blocking: bool = False) -> ResidualStream:
         """The stream and the parameters it is read with on ``device``, for a layer that is there
         (accelerate moves what a layer is given this way)."""
-        tensors = (self.sources, self.partial, self.state, self.pending, self.priors)
+        names = "sources", "partial", "state", "pending", "priors"
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
 
-        sources, partial, state, pending, priors = pytree.tree_map_only(Tensor, moved, tensors)
+        there = pytree.tree_map_only(Tensor, moved, {name: getattr(self, name) for name in names})
         sites = None if self.sites is None else self.sites.to(device, non_blocking)
-        return replace(
-            self,
-            sources=sources,
-            partial=partial,
-            state=state,
-            pending=pending,
-            priors=priors,
-            sites=sites,
-        )
+        stream = replace(self, **there, sites=sites)
+        is_same = stream._example.device == self._example.device
+        if is_same or not self.plan.chooses:
+            return stream
+        return replace(stream, backend=_chosen_backend(stream._example))
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
@@ -449,8 +407,9 @@ def _check_tensor(what: str, tensor: Any) -> None:
         raise DepthrouteError(f"{what} is {kind}; a stream takes floating tensors [..., D]")
 
 
-def _called(site: Site | SiteParameters | None) -> SiteParameters | None:
-    return site() if isinstance(site, torch.nn.Module) else site
+def _chosen_backend(example: Tensor) -> str:
+    device, dtype, width = example.device.type, example.dtype, example.shape[-1]
+    return ops.choose("depth_mix", device, "auto", dtype, width).backend
 
 
 pytree.register_pytree_node(

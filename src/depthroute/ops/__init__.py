@@ -5,29 +5,38 @@ choose a backend (:func:`backend_report` says which and why; :func:`backend` set
 """
 
 from depthroute.ops import reference
+from depthroute.ops._record import Mix
 from depthroute.ops.backends import (
     BackendChoice,
     backend,
     backend_report,
+    choose,
     keeping_backend,
     record_backends,
 )
-from depthroute.ops.carry import (
+from depthroute.ops.depth_attention import depth_attention_mix
+from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
+from depthroute.ops.mix import (
     Boundary,
+    Wants,
+    boundary,
     depth_boundary,
+    depth_mix,
     depth_mix_carried,
-    depth_mix_group_carried,
+    depth_mix_merge,
     fuses_boundary,
 )
-from depthroute.ops.depth_attention import depth_attention_mix
-from depthroute.ops.inductor import compile_options
-from depthroute.ops.mix import depth_mix, depth_mix_group, depth_mix_merge
+from depthroute.ops.private.inductor import compile_options
 
 __all__ = [
     "BackendChoice",
     "Boundary",
+    "Mix",
+    "Wants",
     "backend",
     "backend_report",
+    "boundary",
+    "choose",
     "compile_options",
     "depth_attention_mix",
     "depth_boundary",

@@ -1,8 +1,9 @@
 """The torch backend: any device, no compilation, memory-sane.
 
 Forward keeps one fp32 accumulator and, per source and token, a reciprocal rms and a logit; backward
-recomputes the rest from the sources, so no fp32 copy of a source outlives its turn. All functions
-work on flattened tokens: sources ``[N, D]``, query ``[D]`` (gain already folded in).
+recomputes the rest from the sources, so no fp32 copy of a source outlives its turn. Inside, tokens
+are flattened: sources ``[N, D]``, query ``[D]`` (gain already folded in). A boundary's push and
+norm are done around it (:mod:`depthroute.ops.mix`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from depthroute.ops._record import (
+    AttentionBackward,
+    AttentionMix,
+    Group,
+    GroupBackward,
+    GroupGradients,
+    GroupResults,
+    Mix,
+    MixBackward,
+    MixGradients,
+    MixResults,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,12 +39,13 @@ def _unrounded(function: F) -> F:
     """Without autocast, which would round what goes into dot products to 16 bits."""
 
     @wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        device = (args[0] if isinstance(args[0], Tensor) else args[1]).device.type
+    def run(record: Any) -> Any:
+        query = record.queries if hasattr(record, "queries") else record.query
+        device = query.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-            return function(*args, **options)
+            return function(record)
         with torch.autocast(device, enabled=False):
-            return function(*args, **options)
+            return function(record)
 
     return cast(F, run)
 
@@ -41,30 +56,28 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scores(
-    sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, Tensor]:
-    """1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, each read twice and never copied.
+    sources: Sequence[Tensor], queries: Tensor, eps: float, rstd: Tensor, logits: Tensor
+) -> None:
+    """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, each read twice and never
+    copied.
 
     Small tensors cost a launch each, so whatever is per token is done for all sources at once.
     """
     tokens, width = sources[0].shape
-    count, dtype = queries.shape[0], queries.dtype
-    parts = heads if slice_norm else 1
-    norms = queries.new_empty(len(sources), tokens, parts)
-    dots = queries.new_empty(len(sources), count, tokens, heads)
+    count, dtype, parts, heads = queries.shape[0], queries.dtype, rstd.shape[-1], logits.shape[-1]
     sliced = queries.view(count, heads, -1)
     for n, source in enumerate(sources):
         s = _as(source, dtype)
         if parts == 1:
-            torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norms[n])
+            torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=rstd[n])
         else:
-            torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norms[n])
+            torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=rstd[n])
         if heads == 1 and count == 1:
-            torch.mv(s, queries[0], out=dots[n].view(tokens))
+            torch.mv(s, queries[0], out=logits[n].view(tokens))
         else:
-            dots[n] = torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced)
-    rstd = norms.square_().mul_(parts / width).add_(eps).rsqrt_()
-    return rstd, dots.mul_(rstd.unsqueeze(1))
+            logits[n] = torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced)
+    rstd.square_().mul_(parts / width).add_(eps).rsqrt_()
+    logits.mul_(rstd.unsqueeze(1))
 
 
 def _pair_dot(a: Tensor, b: Tensor, heads: int, out: Tensor) -> None:
@@ -99,89 +112,81 @@ def _weights(logits: Tensor, offset: int, scale: float) -> Tensor:
     return weights
 
 
-@_unrounded
-def mix_forward(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    residual: Tensor | None,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    eps: float,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    scale: float,
-    out_dtype: torch.dtype,
-    needs_lse: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [N, D], rstd [S, N, 1|H], logits [S, N, H], lse [N, H].
+def _parts(heads: int, slice_norm: bool) -> int:
+    """Norms of a source and token."""
+    return heads if slice_norm else 1
 
-    ``offset``: weights are alpha_n, alpha_n + 1 (1) or alpha_n - 1/S (-1). Backward here takes the
-    softmax of the logits, so an eager call leaves out lse.
-    """
-    tokens, width = (prior if prior is not None else sources[0]).shape
-    dtype = query.dtype
-    if sources:
-        rstd, logits = _scores(sources, query.unsqueeze(0), eps, heads, slice_norm)
-        logits = logits.squeeze(1)
-    else:  # a finished group with nothing newer
-        rstd = query.new_empty(0, tokens, heads if slice_norm else 1)
-        logits = query.new_empty(0, tokens, heads)
-    every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
-    lse = torch.logsumexp(every, 0) if needs_lse else every.new_empty(0)
-    weights = _weights(every, offset, scale)
-    values = list(sources) if prior is None else [prior, *sources]
-    terms = [
-        (_spread(weight, width), _as(value, dtype))
-        for weight, value in zip(weights, values, strict=True)
-    ]
+
+def _split(stats: Tensor, count: int, parts: int, heads: int) -> tuple[Tensor, Tensor]:
+    """1/rms [S, N, 1|H] and logits [S, N, H], one after the other in the room of ``stats``."""
+    tokens = stats.shape[:-1].numel()
+    flat, end = stats.view(-1), count * tokens * parts
+    return flat[:end].view(count, tokens, parts), flat[end:].view(count, tokens, heads)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _with_prior(
+    prior: Tensor | None, prior_lse: Tensor | None, sources: list[Tensor], logits: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """Everything that has a weight, and the logits."""
+    if prior is None or prior_lse is None:
+        return sources, logits
+    return [_rows(prior), *sources], torch.cat([_rows(prior_lse).unsqueeze(0), logits])
+
+
+@_unrounded
+def mix_forward(mix: Mix) -> MixResults:
+    query, heads, scale, shape = mix.query, mix.heads, mix.scale, mix.example.shape
+    sources, dtype, width = [_rows(s) for s in mix.sources], query.dtype, shape[-1]
+    stats = query.new_empty(*shape[:-1], mix.num_scores)
+    rstd, logits = _split(stats, len(sources), _parts(heads, mix.slice_norm), heads)
+    if sources:  # there may be a finished group with nothing newer
+        _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
+    values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
+    weights = _weights(logits, mix.offset, scale)
+    terms = [(_spread(w, width), _as(v, dtype)) for w, v in zip(weights, values, strict=True)]
     weight, value = terms[0]
-    if residual is None:
-        out = weight * value
+    if mix.residual is None:
+        x = weight * value
     else:
-        start = _as(residual, dtype)
-        out = torch.addcmul(start if scale == 1.0 else start * scale, weight, value)
+        start = _as(_rows(mix.residual), dtype)
+        x = torch.addcmul(start if scale == 1.0 else start * scale, weight, value)
     for weight, value in terms[1:]:
-        out.addcmul_(weight, value)
-    return _as(out, out_dtype), rstd, logits, lse
+        x.addcmul_(weight, value)
+    return stats, [_as(x, mix.dtype).view(shape)]
 
 
 @_unrounded
-def mix_backward(
-    grad: Tensor,
-    sources: Sequence[Tensor],
-    query: Tensor,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    heads: int,
-    offset: int,
-    scale: float,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Gradients of the sources, the query, the prior and its lse.
-
-    With u_n = dx . s_n and delta = sum alpha_n u_n:  ds_n = alpha_n (u_n - delta);
+def mix_backward(back: MixBackward) -> MixGradients:
+    """With u_n = dx . s_n and delta = sum alpha_n u_n:  ds_n = alpha_n (u_n - delta);
     dsource_n = alpha_n dx + ds_n r_n (q - khat_n logit_n / D);  dq = sum ds_n khat_n.
     """
-    dtype, width = query.dtype, grad.shape[-1]
-    dx = _as(grad, dtype)
-    if scale != 1.0:
-        dx = dx * scale
-    every = logits if prior_lse is None else torch.cat([prior_lse.unsqueeze(0), logits])
-    values = list(sources) if prior is None else [prior, *sources]
+    assert back.grad is not None
+    query, heads, prior = back.query, back.heads, back.prior
+    dtype, shape = query.dtype, back.grad.shape
+    dx, width = _as(_rows(back.grad), dtype), shape[-1]
+    if back.scale != 1.0:
+        dx = dx * back.scale
+    sources = [_rows(s) for s in back.sources]
+    rstd, logits = _split(back.stats, len(sources), _parts(heads, back.slice_norm), heads)
+    values, every = _with_prior(prior, back.prior_lse, sources, logits)
     alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
     u = torch.empty_like(alpha)
     for n, value in enumerate(values):
         _pair_dot(dx, _as(value, dtype), heads, u[n])
     weighted = alpha * u
     dlogits = torch.addcmul(weighted, alpha, weighted.sum(0), value=-1.0)
-    weights = alpha - 1.0 / len(values) if offset < 0 else alpha + 1.0 if offset > 0 else alpha
-    dprior, dprior_lse = dx.new_empty(0), dx.new_empty(0)
-    if prior is not None:
+    weights = alpha
+    if back.offset:
+        weights = alpha + (1.0 if back.offset > 0 else -1.0 / len(values))
+    others = []
+    if prior is not None and back.prior_lse is not None:
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
-        dprior_lse, dlogits, weights = dlogits[0].clone(), dlogits[1:], weights[1:]
+        others = [dprior.view(shape), dlogits[0].clone().view(back.prior_lse.shape)]
+        dlogits, weights = dlogits[1:], weights[1:]
     dquery = torch.zeros_like(query)
     through, pull = _through_norm(dlogits, logits, rstd, width)
     dsources = []
@@ -191,8 +196,8 @@ def mix_backward(
         out = _spread(weights[n], width) * dx
         out.addcmul_(_spread(through[n], width), query.expand_as(out))
         out.addcmul_(_spread(pull[n], width), s)
-        dsources.append(_as(out, source.dtype))
-    return dsources, dquery, dprior, dprior_lse
+        dsources.append(_as(out, source.dtype).view(shape))
+    return dsources, dquery.unsqueeze(0), others
 
 
 def _through_norm(
@@ -220,44 +225,42 @@ def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) 
 
 
 @_unrounded
-def group_forward(
-    sources: Sequence[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """outputs [G, N, D], lse [G, N, H], rstd [S, N, 1|H], logits [S, G, N, H]."""
-    tokens, width = sources[0].shape
-    count, dtype = queries.shape[0], queries.dtype
-    rstd, logits = _scores(sources, queries, eps, heads, slice_norm)
-    lse = torch.logsumexp(logits, 0)
+def group_forward(group: Group) -> GroupResults:
+    sources, queries, heads = group.sources, group.queries, group.heads
+    (tokens, width), count, dtype = sources[0].shape, queries.shape[0], queries.dtype
+    rstd = queries.new_empty(tokens, len(sources), _parts(heads, group.slice_norm))
+    logits = queries.new_empty(tokens, len(sources), count, heads)
+    room = _by_source(rstd, logits)
+    _scores(sources, queries, group.eps, *room)
+    lse = torch.logsumexp(room[1], 0)
     out = queries.new_zeros(count, tokens, width)
     for n, source in enumerate(sources):
-        s, alpha = source.to(dtype), (logits[n] - lse).exp_()
+        s, alpha = source.to(dtype), (room[1][n] - lse).exp_()
         for g in range(count):
             out[g].addcmul_(_spread(alpha[g], width), s)
-    return out, lse, rstd, logits
+    return _as(out, group.dtype), lse, rstd, logits
+
+
+def _by_source(rstd: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As [S, N, 1|H] and [S, G, N, H]: what is kept is written in that order."""
+    tokens, num_sources, count, heads = logits.shape
+    return rstd.view(num_sources, tokens, -1), logits.view(num_sources, count, tokens, heads)
 
 
 @_unrounded
-def group_backward(
-    grad: Tensor,
-    grad_lse: Tensor,
-    sources: Sequence[Tensor],
-    queries: Tensor,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    heads: int,
-) -> tuple[list[Tensor], Tensor]:
+def group_backward(back: GroupBackward) -> GroupGradients:
     """As :func:`mix_backward` for every query at once, with ``grad_lse`` joining the logits."""
-    dtype, count = queries.dtype, queries.shape[0]
-    width = grad.shape[-1]
-    dx = grad.to(dtype)
-    alpha = (logits - lse).exp_()
+    queries, heads, sources = back.queries, back.heads, back.sources
+    dtype, (count, width) = queries.dtype, queries.shape
+    rstd, logits = _by_source(back.rstd, back.logits)
+    dx = back.grad.to(dtype)
+    alpha = (logits - back.lse).exp_()
     u = torch.empty_like(alpha)
     for n, source in enumerate(sources):
         s = source.to(dtype)
         for g in range(count):
             _pair_dot(dx[g], s, heads, u[n, g])
-    dlogits = alpha * (u - (alpha * u).sum(0) + grad_lse)
+    dlogits = alpha * (u - (alpha * u).sum(0) + back.grad_lse)
     through, pull = _through_norm(dlogits, logits, rstd.unsqueeze(1), width)
     pull = pull.sum(1)
     dqueries = torch.zeros_like(queries)
@@ -274,33 +277,26 @@ def group_backward(
 
 
 @_unrounded
-def attention_mix_forward(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float
-) -> tuple[Tensor, Tensor]:
+def attention_forward(mix: AttentionMix) -> tuple[Tensor, list[Tensor]]:
     """Mixed values [B, Hkv, T, dv] and weights [J, B, Hkv, T]."""
+    query, keys, values, scaling = mix
     dtype = wide(query.dtype)
-    qbar = _grouped_mean(query.to(dtype), keys[0].shape[1])
-    logits = torch.stack([torch.linalg.vecdot(qbar, k.to(dtype)) for k in keys])
+    qbar = _grouped_mean(_as(query, dtype), keys[0].shape[1])
+    logits = torch.stack([torch.linalg.vecdot(qbar, _as(k, dtype)) for k in keys])
     alpha = torch.softmax(logits.mul_(scaling), 0)
-    out = alpha[0].unsqueeze(-1) * values[0].to(dtype)
-    for weight, value in zip(alpha[1:], values[1:], strict=True):
-        out.addcmul_(weight.unsqueeze(-1), value.to(dtype))
-    return out.to(values[-1].dtype), alpha
+    weights = alpha.unsqueeze(-1).unbind()
+    out = weights[0] * _as(values[0], dtype)
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        out.addcmul_(weight, _as(value, dtype))
+    return _as(out, values[-1].dtype), [alpha]
 
 
 @_unrounded
-def attention_mix_backward(
-    grad: Tensor,
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    alpha: Tensor,
-    scaling: float,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def attention_backward(back: AttentionBackward) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    grad, query, keys, values, (alpha,), scaling = back
     dtype = wide(query.dtype)
     dout = grad.to(dtype)
-    groups = keys[0].shape[1]
-    qbar = _grouped_mean(query.to(dtype), groups)
+    qbar = _grouped_mean(query.to(dtype), keys[0].shape[1])
     u = torch.stack([torch.linalg.vecdot(dout, v.to(dtype)) for v in values])
     dlogits = (alpha * (u - (alpha * u).sum(0))).mul_(scaling)
     dqbar = torch.zeros_like(qbar)
@@ -309,9 +305,7 @@ def attention_mix_backward(
         dqbar.addcmul_(ds.unsqueeze(-1), key.to(dtype))
         dkeys.append((ds.unsqueeze(-1) * qbar).to(key.dtype))
         dvalues.append((weight.unsqueeze(-1) * dout).to(value.dtype))
-    repeat = query.shape[1] // groups
-    dquery = dqbar.div_(repeat).repeat_interleave(repeat, dim=1).to(query.dtype)
-    return dquery, dkeys, dvalues
+    return dqbar.div_(query.shape[1] // keys[0].shape[1]).to(query.dtype), dkeys, dvalues
 
 
 def _grouped_mean(query: Tensor, groups: int) -> Tensor:

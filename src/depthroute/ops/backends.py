@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from depthroute.errors import BackendError, unknown
-from depthroute.ops._transforms import refuse_transforms
+from depthroute.ops.private.transforms import refuse_transforms
 
 logger = logging.getLogger("depthroute")
 

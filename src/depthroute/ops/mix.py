@@ -1,27 +1,416 @@
-"""Public depth-mix operators: checked arguments, registered ops, exact gradients.
+"""The depth mix: one operator for whatever lies between two sublayers.
 
-Each public function flattens tokens, folds ``q = gain * query`` and calls an op of the
-``depthroute`` namespace that has a fake (meta) implementation and an autograd formula, so
+:func:`depth_boundary` is the whole of it, and the other functions are parts of it by name. All make
+one record (:class:`~depthroute.ops._record.Mix`) and hand it to a backend: the definition
+(:mod:`~depthroute.ops.reference`), torch or Triton. The latter two have the same two calls,
+registered as ops of the ``depthroute`` namespace, and share one ``autograd.Function``, so that
 ``torch.compile(fullgraph=True)``, CUDA graphs, FSDP and activation checkpointing see one node.
+
+**Handing sources on.** When S sources are read by L sites in the ordinary way, autograd keeps L
+gradients per source and adds them: three passes per source and site beyond writing them. So a site
+also returns its sources, and later sites read those. In backward a source's gradient then travels
+the other way, last site first, and each site's kernel adds its share to what it was handed: one
+read instead.
+
+    x, sources = depth_mix_carried(sources, query)
+
+The returned sources are the same values (views, nothing is copied). Nothing is mutated and no state
+is kept outside the graph, so activation checkpointing may run a site twice, and a source that is
+also used elsewhere gets the right sum. Using a source from before a site instead of the returned
+one is correct too, only slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from depthroute.errors import DepthrouteError, unknown
-from depthroute.ops import (
-    _torch,
-    _triton_group,  # noqa: F401 registers the ops over the kernels
-    _triton_mix,
-    reference,
-)
-from depthroute.ops._transforms import no_second_derivative, refuse_batched
-from depthroute.ops.backends import choose, ran, ran_by_definition
+from depthroute.errors import DepthrouteError
+from depthroute.ops import _record, _torch, reference
+from depthroute.ops._checks import check_boundary, check_mix, weight_offset
+from depthroute.ops._record import Mix, MixBackward, Mixed, MixGradients, MixResults
+from depthroute.ops.backends import choose, ran_by_definition
+from depthroute.ops.private.dispatch import Op, applied, from_triton
+from depthroute.ops.private.transforms import refuse_batched
+
+_forward = Mix, MixResults
+_backward = MixBackward, MixGradients, _record.fake_mix_backward
+FORWARD = {
+    "torch": Op("depth_mix", *_forward, _record.fake_mix, _torch.mix_forward),
+    "triton": Op(
+        "depth_mix_triton",
+        *_forward,
+        _record.fake_mix_triton,
+        from_triton("mix_launch", "mix_forward"),
+    ),
+}
+BACKWARD = {
+    "torch": Op("depth_mix_backward", *_backward, _torch.mix_backward),
+    "triton": Op(
+        "depth_mix_triton_backward", *_backward, from_triton("mix_launch", "mix_backward")
+    ),
+}
+
+
+class Wants(NamedTuple):
+    """Results of a boundary that somebody will use; a compiled graph makes a gradient of zeros for
+    every other one, which the kernel then reads."""
+
+    x: bool = True
+    """Beside y."""
+    last: bool = True
+    sources: bool = True
+    """To be handed on."""
+    state: bool = False
+    """A residual that nothing is pushed onto, to be handed on like a source."""
+
+
+class Boundary(NamedTuple):
+    x: Tensor | None
+    """What was mixed, before the norm; None if only y was wanted."""
+    y: Tensor | None
+    """RMSNorm(x), if a norm weight was given."""
+    state: Tensor | None
+    """residual + output; without an output, the residual."""
+    last: Tensor | None
+    """partial + output, or output where a block starts; None if it was not wanted."""
+    sources: list[Tensor]
+    """The sources to hand on."""
+
+
+def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
+    """:func:`depth_boundary` of a record whose query has not its gain yet, unchecked."""
+    if backend == "triton":
+        return _in_one_kernel(mix, key_weight, wants)
+    return _step_by_step(mix, key_weight, wants, backend)
+
+
+def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
+    returns_x = wants.x or mix.norm_weight is None
+    needs_grad = _needs_grad(mix, key_weight)
+    mix = mix._replace(
+        keeps_x=returns_x or not _record.mixes_again(mix),
+        keeps_low=needs_grad and _record.keeps_low_bits(mix),
+    )
+    wants = wants._replace(x=returns_x)
+    if not needs_grad:
+        made = _call("triton", _folded(mix, key_weight))
+        return Boundary(
+            made.x if returns_x else None,
+            made.y,
+            mix.residual if made.state is None else made.state,
+            (mix.output if made.last is None else made.last) if wants.last else None,
+            mix.sources,
+        )
+    x, y, state, last, *handed = applied(
+        DepthMix, "triton", wants, key_weight, *mix[1:], *mix.sources
+    )
+    state = mix.residual if state is None else state
+    return Boundary(x, y, state, last, handed if wants.sources else mix.sources)
+
+
+def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
+    """The push before the mix and the norm after it are torch's own."""
+    output, sources, state, last = mix.output, mix.sources, mix.residual, None
+    if output is not None:
+        state = None if state is None else state + output
+        last = output if mix.partial is None else mix.partial + output
+        sources = [*sources, last] if mix.reads_last else sources
+    plain = mix._replace(
+        sources=sources,
+        residual=state,
+        norm_weight=None,
+        output=None,
+        partial=None,
+        reads_last=False,
+    )
+    if backend == "reference":
+        x = _by_definition(plain, key_weight)
+    elif _needs_grad(plain, key_weight):
+        x, *_ = applied(
+            DepthMix, backend, Wants(sources=False), key_weight, *plain[1:], *plain.sources
+        )
+    else:
+        x = _call(backend, _folded(plain, key_weight)).x
+    assert x is not None
+    y = None
+    if mix.norm_weight is not None:
+        y = reference.rms_norm(x, mix.norm_weight, mix.norm_eps)
+    returns_x = wants.x or y is None
+    return Boundary(x if returns_x else None, y, state, last if wants.last else None, mix.sources)
+
+
+def fuses_boundary(backend: str, example: Tensor, num_sources: int) -> bool:
+    """Whether a boundary over so many such sources is one kernel, and so worth waiting for."""
+    if backend != "triton":
+        return False
+    return _record.fits(num_sources, example.shape[-1], example.element_size())
+
+
+def _needs_grad(mix: Mix, key_weight: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    given = *mix.sources, key_weight, *mix[1:8]
+    return any(t is not None and t.requires_grad for t in given)
+
+
+def _folded(mix: Mix, key_weight: Tensor | None) -> Mix:
+    return mix._replace(query=folded(mix.query, key_weight, mix.example.dtype))
+
+
+def _call(backend: str, mix: Mix) -> Mixed:
+    return Mixed.named(mix, *FORWARD[backend](mix))
+
+
+NUM_REST = len(Mix._fields) - 1
+
+
+class DepthMix(torch.autograd.Function):
+    """x, y, state, last and the sources again, of ``rest``: a mix's fields after its sources, and
+    those. Folds the gain into the query, so that autograd does not have to."""
+
+    @staticmethod
+    def forward(ctx, backend, wants, key_weight, *rest):
+        sources = list(rest[NUM_REST:])
+        unfolded_mix = Mix(sources, *rest[:NUM_REST])
+        mix = _folded(unfolded_mix, key_weight)
+        made = _call(backend, mix)
+        _save(ctx, mix, made, unfolded_mix.query, key_weight)
+        ctx.set_materialize_grads(False)
+        ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.sources
+        state, last = made.state, made.last
+        output, residual = mix.output, mix.residual
+        if wants.state and output is None and residual is not None:
+            state = residual.view_as(residual)
+        if not wants.last:
+            last = None
+        elif output is not None and mix.partial is None:
+            last = output.view_as(output)
+        handed = [s.view_as(s) for s in sources] if wants.sources else []
+        return made.x if wants.x else None, made.y, state, last, *handed
+
+    @staticmethod
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_batched("depth_mix", ctx.backend, *grads)
+        grad, grad_y, grad_state, grad_last, *carried = grads
+        if not ctx.hands_on:
+            carried = [None] * ctx.num_sources
+        none = (None,) * (NUM_REST - 7)
+        if grad is None and grad_y is None:  # nothing but a push
+            doutput = _sum(grad_state, grad_last) if ctx.pushes else None
+            dpartial = grad_last if ctx.has_partial else None
+            pushed = grad_state, None, None, None, doutput, dpartial
+            return None, None, None, None, *pushed, *none, *carried
+        dsources, dweights, *rest = _gradients(ctx, grad, grad_y, grad_state, grad_last, carried)
+        return None, None, *dweights, *rest, *none, *dsources
+
+
+def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | None) -> None:
+    read = list(mix.sources)
+    if mix.reads_last:
+        read.append(mix.output if made.last is None else made.last)  # pyright: ignore
+    ctx.mixes_again = made.y is not None and made.x is None
+    kept = made.x if made.low is not None or made.y is not None else None
+    if ctx.mixes_again:
+        kept = mix.residual if mix.output is None else made.state
+    tensors = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, kept, made.low, made.stats
+    ctx.save_for_backward(query, key_weight, *tensors, *read)
+    ctx.heads, ctx.slice_norm, ctx.offset = mix.heads, mix.slice_norm, mix.offset
+    ctx.scale, ctx.reads_last = mix.scale, mix.reads_last
+    ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
+    ctx.state_dtype = None if mix.residual is None else mix.residual.dtype
+
+
+def _gradients(
+    ctx: Any,
+    grad: Tensor | None,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    grad_last: Tensor | None,
+    carried: list[Tensor | None],
+) -> tuple[Any, ...]:
+    """Of the sources; of gain and query; and of residual, prior, prior_lse, norm weight, output and
+    partial."""
+    query, key_weight, q, prior, prior_lse, *saved = ctx.saved_tensors
+    norm_weight, x, low, stats, *sources = saved
+    if grad_y is None:
+        norm_weight = None
+    pushes, reads_last, has_state = ctx.pushes, ctx.reads_last, ctx.state_dtype is not None
+    if reads_last:
+        carried = [*carried, grad_last]
+    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
+    state_dtype = ctx.state_dtype if grad_y is not None or pushes else None
+    writes_output = pushes and has_state and (reads_last or grad_last is not None)
+    record = MixBackward(
+        grad,
+        [] if grad_y is None else [grad_y],
+        None if state_dtype is None else grad_state,
+        None if reads_last else grad_last,
+        gathered(carried, sources),
+        sources,
+        q,
+        prior,
+        prior_lse,
+        norm_weight,
+        x,
+        low,
+        stats,
+        ctx.heads,
+        ctx.slice_norm,
+        ctx.offset,
+        ctx.scale,
+        reads_last,
+        writes_output,
+        ctx.mixes_again and norm_weight is not None,
+        state_dtype,
+    )
+    op = BACKWARD[ctx.backend]
+    # where a graph of this is wanted, the op raises on every way back through it
+    results = op.dispatched(*record) if torch.is_grad_enabled() else op(record)
+    dsources, dweights, others = results[0], results[1], iter(results[2])
+    dprior = dprior_lse = dstate = doutput = dnorm = None
+    if prior is not None:
+        dprior, dprior_lse = next(others), next(others)
+    if state_dtype is not None:
+        dstate = next(others)
+        doutput = next(others) if writes_output else None
+    elif has_state:
+        assert grad is not None
+        dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
+        dstate = _sum(dstate, grad_state)
+    if norm_weight is not None:
+        dnorm = dweights[1].to(norm_weight.dtype)
+    dlast = grad_last
+    if reads_last:
+        *dsources, dlast = dsources
+    if pushes and not writes_output:
+        doutput = dstate if has_state else dlast
+    dpartial = dlast if ctx.has_partial else None
+    of_query = unfolded(dweights[0], query, key_weight)
+    return dsources, of_query, dstate, dprior, dprior_lse, dnorm, doutput, dpartial
+
+
+def folded(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The query with the gain of its keys, at the precision of the statistics over such sources."""
+    statistics = _torch.wide(torch.promote_types(query.dtype, dtype))
+    q = query if query.dtype == statistics else query.to(statistics)
+    return q if key_weight is None else q * key_weight.to(statistics)
+
+
+def unfolded(dq: Tensor, query: Tensor, key_weight: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Gradients of a gain and its query from that of their product."""
+    if key_weight is None:
+        return None, dq.to(query.dtype)
+    return (dq * query).to(key_weight.dtype), (dq * key_weight).to(query.dtype)
+
+
+def gathered(carried: Sequence[Tensor | None], sources: Sequence[Tensor]) -> list[Tensor]:
+    """What the kernel adds: nothing if no later site sent a gradient, else one per source."""
+    if all(c is None for c in carried):
+        return []
+    return [torch.zeros_like(s) if c is None else c for c, s in zip(carried, sources, strict=True)]
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _by_definition(mix: Mix, key_weight: Tensor | None) -> Tensor:
+    """The reference backend of a depth mix, or with a prior of its phase 2."""
+    ran_by_definition("depth_mix" if mix.prior is None else "depth_mix_merge")
+    options: dict[str, Any] = {"eps": mix.eps, "heads": mix.heads, "dtype": mix.dtype}
+    options |= {"head_norm": "slice" if mix.slice_norm else "full"}
+    options |= {"residual": mix.residual, "scale": mix.scale}
+    if mix.prior is None:
+        options |= {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
+        return reference.depth_mix(mix.sources, mix.query, key_weight, **options)
+    if mix.offset:
+        raise DepthrouteError(
+            "centered and adds_sources are defined for one pass over all sources, and a prior was "
+            "given; leave them out, or mix every source at once"
+        )
+    assert mix.prior_lse is not None
+    return reference.depth_mix_merge(
+        mix.prior, mix.prior_lse, mix.sources, mix.query, key_weight, **options
+    )
+
+
+class Options(NamedTuple):
+    """What :func:`depth_boundary` and its parts may be told besides."""
+
+    head_norm: str = "full"
+    """``"full"`` normalises a key over its whole width, ``"slice"`` each head's part of it."""
+    centered: bool = False
+    """Takes 1/S from every weight."""
+    adds_sources: bool = False
+    """Adds 1 to every weight."""
+    scale: float = 1.0
+    dtype: torch.dtype | None = None
+    """Of x; left out, that of the sources."""
+    norm_weight: Tensor | None = None
+    """[D]: also y = RMSNorm(x) * norm_weight, the sublayer's pre-norm."""
+    norm_eps: float = 1e-6
+    prior: Tensor | None = None
+    """An output of :func:`~depthroute.ops.depth_mix_group`, which the sources come after."""
+    prior_lse: Tensor | None = None
+    reads_last: bool = False
+    """Whether the sum of the block that the output goes to is a source too, the last."""
+    returns_x: bool = True
+    """Beside y. Who needs no x, no last, or has no further site to hand sources on to should say
+    so; see :class:`Wants`."""
+    returns_last: bool = True
+    hands_on: bool = True
+    hands_state_on: bool = False
+
+
+def depth_boundary(
+    output: Tensor | None,
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    partial: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    **options: Any,
+) -> Boundary:
+    """Everything between two sublayers, in one kernel forward and one backward.
+
+        state = residual + output           last = partial + output
+        x = scale * (state + depth mix of sources, and of last if reads_last)
+        y = RMSNorm(x) * norm_weight
+
+    Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
+    block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
+    group. ``sources`` excludes ``last``. ``options`` are those of :class:`Options`.
+    """
+    extra = Options(**options)
+    tensors = residual, extra.prior, extra.prior_lse, extra.norm_weight, output, partial
+    check_mix(sources, query, key_weight, tensors, heads, extra.head_norm)
+    check_boundary(sources, tensors, extra.reads_last)
+    given = [t for t in (*sources, output, residual, extra.prior) if t is not None]
+    mix = Mix(
+        list(sources),
+        query,
+        *tensors,
+        reads_last=extra.reads_last,
+        eps=eps,
+        heads=heads,
+        slice_norm=extra.head_norm == "slice",
+        offset=weight_offset(extra.centered, extra.adds_sources),
+        scale=extra.scale,
+        norm_eps=extra.norm_eps,
+        dtype=extra.dtype or given[0].dtype,
+    )
+    name = "depth_mix" if extra.prior is None else "depth_mix_merge"
+    widest = widest_dtype([*given, *(t for t in (partial, extra.prior_lse) if t is not None)])
+    choice = choose(name, query.device.type, backend, widest, query.shape[0])
+    wants = Wants(extra.returns_x, extra.returns_last, extra.hands_on, extra.hands_state_on)
+    return boundary(mix, key_weight, wants, choice.backend)
 
 
 def depth_mix(
@@ -33,97 +422,34 @@ def depth_mix(
     heads: int = 1,
     backend: str = "auto",
     *,
-    head_norm: str = "full",
-    centered: bool = False,
-    adds_sources: bool = False,
-    scale: float = 1.0,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
     return_weights: bool = False,
+    **options: Any,
 ) -> Any:
     """``x = scale * (residual + sum_n softmax_n(query . RMSNorm(s_n)) s_n)``.
 
-    ``centered`` takes 1/S from every weight, ``adds_sources`` adds 1 to it.
-
-    ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``. With
-    ``norm_weight`` [D] returns ``x`` and ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm.
-    With ``return_weights=True`` also returns the softmax over depth, ``[S, ..., H]``. See
-    :func:`depthroute.ops.reference.depth_mix` for the definition.
+    ``sources`` is a list of tensors ``[..., D]``; ``query`` and ``key_weight`` are ``[D]``.
+    ``options`` are those of :class:`~depthroute.ops.mix.Options`: ``centered`` takes 1/S from every
+    weight, ``adds_sources`` adds 1 to it, and with ``norm_weight`` [D] this returns ``x`` and
+    ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm. With ``return_weights=True`` also returns
+    the softmax over depth, ``[S, ..., H]``. See :func:`depthroute.ops.reference.depth_mix` for the
+    definition.
 
     >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
     0.5
     """
-    _check_sources(sources, query, key_weight, residual, heads, head_norm)
-    backend = choose(
-        "depth_mix", query.device.type, backend, _widest(sources, residual), query.shape[0]
-    ).backend
-    x = _call(
-        sources,
-        query,
-        key_weight,
-        residual,
-        None,
-        None,
-        norm_weight,
-        eps,
-        heads,
-        head_norm,
-        weight_offset(centered, adds_sources),
-        scale,
-        norm_eps,
-        None,
-        backend,
+    made = depth_boundary(
+        *(None, sources, query, key_weight, residual, None, eps, heads, backend),
+        **(options | {"hands_on": False}),
     )
-    if not return_weights:
-        return x
-    logits = reference.depth_logits(
-        sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
-    )
-    weights = torch.softmax(logits, dim=0)
-    return (x, weights) if norm_weight is None else (*x, weights)
-
-
-def depth_mix_group(
-    sources: Sequence[Tensor],
-    queries: Tensor,
-    key_weights: Tensor | None = None,
-    eps: float = 1e-6,
-    heads: int = 1,
-    backend: str = "auto",
-    *,
-    head_norm: str = "full",
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Phase 1: ``queries`` [G, D] over ``sources``; outputs [G, ..., D] and lse [G, ..., H].
-
-    Outputs are not rounded unless a ``dtype`` is given: the sources' dtype halves what phase 2
-    reads, for one more rounding.
-    """
-    _check_sources(sources, queries[0], None, None, heads, head_norm)
-    _check_gains(queries, key_weights)
-    shape = sources[0].shape
-    backend = choose(
-        "depth_mix_group", queries.device.type, backend, _widest(sources, None), shape[-1]
-    ).backend
-    if backend == "reference":
-        ran_by_definition("depth_mix_group")
-        out, lse = reference.depth_mix_group(
-            sources, queries, key_weights, eps=eps, heads=heads, head_norm=head_norm
+    results = [made.x] if made.y is None else [made.x, made.y]
+    if return_weights:
+        head_norm = options.get("head_norm", "full")
+        logits = reference.depth_logits(
+            sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
         )
-        return out.to(dtype or out.dtype), lse
-    q = _fold(queries, key_weights, sources[0].dtype)
-    flat = [_flat(s) for s in sources]
-    options = eps, heads, head_norm == "slice"
-    if backend == "triton":
-        out, lse, *_ = torch.ops.depthroute.depth_mix_group_triton(
-            flat, q, *options, dtype or q.dtype
-        )
-    else:
-        out, lse, *_ = torch.ops.depthroute.depth_mix_group(flat, q, *options)
-        out = out.to(dtype or out.dtype)
-    count = queries.shape[0]
-    return out.view(count, *shape), lse.view(count, *shape[:-1], heads)
+        results.append(torch.softmax(logits, dim=0))
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def depth_mix_merge(
@@ -136,432 +462,38 @@ def depth_mix_merge(
     eps: float = 1e-6,
     heads: int = 1,
     backend: str = "auto",
-    *,
-    head_norm: str = "full",
-    scale: float = 1.0,
-    dtype: torch.dtype | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
+    **options: Any,
 ) -> Any:
-    """Phase 2: one output of :func:`depth_mix_group` merged with the sources made since."""
-    _check_sources(sources, query, key_weight, residual, heads, head_norm, prior)
-    widest = _widest([*sources, prior, prior_lse], residual)
-    backend = choose("depth_mix_merge", query.device.type, backend, widest, query.shape[0]).backend
-    example = residual if residual is not None else (sources[0] if sources else prior)
-    return _call(
-        sources,
-        query,
-        key_weight,
-        residual,
-        prior,
-        prior_lse,
-        norm_weight,
-        eps,
-        heads,
-        head_norm,
-        0,
-        scale,
-        norm_eps,
-        dtype or example.dtype,
-        backend,
-    )
+    """Phase 2: one output of :func:`~depthroute.ops.depth_mix_group` merged with the sources made
+    since. All other arguments are those of :func:`depth_mix`."""
+    example = residual if residual is not None else sources[0] if sources else prior
+    options |= {"dtype": options.get("dtype") or example.dtype}
+    options |= {"prior": prior, "prior_lse": prior_lse}
+    return depth_mix(sources, query, key_weight, residual, eps, heads, backend, **options)
 
 
-def _call(
+def depth_mix_carried(
     sources: Sequence[Tensor],
     query: Tensor,
-    key_weight: Tensor | None,
-    residual: Tensor | None,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    norm_weight: Tensor | None,
-    eps: float,
-    heads: int,
-    head_norm: str,
-    offset: int,
-    scale: float,
-    norm_eps: float,
-    dtype: torch.dtype | None,
-    backend: str,
-) -> Any:
-    example = sources[0] if prior is None else prior
-    options = eps, heads, head_norm == "slice", offset, scale
-    dtype = dtype or example.dtype
-    if backend == "reference":
-        given = query, key_weight, residual, prior, prior_lse
-        x = mix_by_definition(sources, *given, eps, heads, head_norm, offset, scale, dtype)
-        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
-    if backend == "torch" and not torch.compiler.is_compiling():
-        given = query, key_weight, residual, prior, prior_lse
-        x = _EagerMix.apply((*options, dtype), *given, *sources)
-        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
-    q = _fold(query, key_weight, example.dtype)
-    if backend == "torch":
-        flat = [_flat(s) for s in sources]
-        others = [_flat_or_none(t) for t in (residual, prior, prior_lse)]
-        x = torch.ops.depthroute.depth_mix(flat, q, *others, *options, dtype)[0]
-        x = x.view(example.shape)
-        return x if norm_weight is None else (x, reference.rms_norm(x, norm_weight, norm_eps))
-    needs_grad = torch.is_grad_enabled() and any(
-        t.requires_grad for t in (*sources, query, *(() if prior is None else (prior,)))
+    key_weight: Tensor | None = None,
+    residual: Tensor | None = None,
+    eps: float = 1e-6,
+    heads: int = 1,
+    backend: str = "auto",
+    **options: Any,
+) -> tuple[Any, list[Tensor]]:
+    """:func:`depth_mix` (or, with a ``prior``, :func:`depth_mix_merge`) and the sources to hand
+    on."""
+    made = depth_boundary(
+        None, sources, query, key_weight, residual, None, eps, heads, backend, **options
     )
-    keeps_low = needs_grad and _triton_mix.keeps_low_bits(
-        sources, query.shape[0], residual is not None, offset != 0
-    )
-    tensors = list(sources), q, residual, prior, prior_lse, norm_weight
-    nothing_pushed = None, None, False
-    _, (x, *others) = torch.ops.depthroute.depth_mix_triton.default(
-        *tensors, *nothing_pushed, *options, norm_eps, dtype, keeps_low, True
-    )
-    return x if norm_weight is None else (x, others[0])
+    return (made.x if made.y is None else (made.x, made.y)), made.sources
 
 
-def mix_by_definition(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor | None,
-    residual: Tensor | None,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    eps: float,
-    heads: int,
-    head_norm: str,
-    offset: int,
-    scale: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """The reference backend of a depth mix, or with a prior of its phase 2."""
-    ran_by_definition("depth_mix" if prior is None else "depth_mix_merge")
-    options: dict[str, Any] = {"eps": eps, "heads": heads, "head_norm": head_norm}
-    options |= {"residual": residual, "scale": scale, "dtype": dtype}
-    if prior is None:
-        options |= {"centered": offset < 0, "adds_sources": offset > 0}
-        return reference.depth_mix(sources, query, key_weight, **options)
-    if offset:
-        raise DepthrouteError(
-            "centered and adds_sources are defined for one pass over all sources, and a prior was "
-            "given; leave them out, or mix every source at once"
-        )
-    assert prior_lse is not None
-    return reference.depth_mix_merge(prior, prior_lse, sources, query, key_weight, **options)
-
-
-def weight_offset(centered: bool, adds_sources: bool) -> int:
-    """What is added to every weight, as the registered ops take it: -1 for -1/S, 1 for 1."""
-    if centered and adds_sources:
-        raise DepthrouteError(
-            "centered takes 1/S from every weight and adds_sources adds 1 to it; choose one"
-        )
-    return -1 if centered else int(adds_sources)
-
-
-def _widest(tensors: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
-    """The dtype that decides whether the kernels take these tensors."""
-    dtype = tensors[0].dtype if residual is None else residual.dtype
+def widest_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Decides whether the kernels take these tensors."""
+    dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype != dtype:
             dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _flat_or_none(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _flat(x)
-
-
-def _fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    statistics = _torch.wide(torch.promote_types(query.dtype, dtype))
-    q = query.to(statistics)
-    return q if key_weight is None else q * key_weight.to(statistics)
-
-
-def _check_gains(queries: Tensor, key_weights: Tensor | None) -> None:
-    if key_weights is not None and key_weights.shape != queries.shape:
-        raise DepthrouteError(
-            f"key_weights has shape {tuple(key_weights.shape)} and queries "
-            f"{tuple(queries.shape)}; give one gain per query"
-        )
-
-
-def _check_sources(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor | None,
-    residual: Tensor | None,
-    heads: int,
-    head_norm: str,
-    prior: Tensor | None = None,
-) -> None:
-    """``prior`` may have a dtype of its own."""
-    every = [*sources] if prior is None else [*sources, prior]
-    if len(every) == 0:
-        raise DepthrouteError("sources is empty; depth_mix needs at least one tensor [..., D]")
-    if head_norm not in ("full", "slice"):
-        raise unknown("head_norm", head_norm, ("full", "slice"))
-    first = every[0]
-    if first.ndim == 0:
-        raise DepthrouteError("sources[0] is a single number; sources are [..., D]")
-    for n, source in enumerate(every):
-        if source.shape != first.shape:
-            raise DepthrouteError(
-                f"sources[{n}] has shape {tuple(source.shape)} and sources[0] "
-                f"{tuple(first.shape)}; all sources must have one shape [..., D]"
-            )
-        if n < len(sources) and source.dtype != first.dtype:
-            raise DepthrouteError(
-                f"sources[{n}] is {source.dtype} and sources[0] {first.dtype}; "
-                "cast them to one dtype"
-            )
-        if source.device != first.device:
-            raise DepthrouteError(
-                f"sources[{n}] is on {source.device} and sources[0] on {first.device}; "
-                "move them to one device"
-            )
-    width = first.shape[-1]
-    if residual is not None and residual.shape != first.shape:
-        raise DepthrouteError(
-            f"residual has shape {tuple(residual.shape)} and the sources {tuple(first.shape)}; "
-            "they must be equal"
-        )
-    for name, tensor in (("query", query), ("key_weight", key_weight)):
-        if tensor is not None and tensor.shape != (width,):
-            raise DepthrouteError(
-                f"{name} has shape {tuple(tensor.shape)}; sources of width {width} need [{width}]"
-            )
-    named = {"sources[0]": first, "query": query, "key_weight": key_weight, "residual": residual}
-    for name, tensor in named.items():
-        if tensor is None:
-            continue
-        if not tensor.is_floating_point():
-            raise DepthrouteError(
-                f"{name} is {tensor.dtype}, and a mix of such numbers would be cut off; cast it to "
-                "a floating dtype"
-            )
-        if tensor.device != first.device:
-            raise DepthrouteError(
-                f"{name} is on {tensor.device} and the sources on {first.device}; move them to one "
-                "device"
-            )
-    if heads < 1 or width % heads:
-        raise DepthrouteError(
-            f"heads={heads} does not divide the width {width}; choose a divisor of {width}"
-        )
-
-
-class _EagerMix(torch.autograd.Function):
-    """``depthroute::depth_mix`` without the dispatcher, and with flattening and gain inside.
-
-    A registered op costs about 1 ms a call, forward and backward, on a CPU, more than the mix
-    itself for a narrow model. Only a compiler needs the registration.
-    """
-
-    @staticmethod
-    def forward(ctx, options, query, key_weight, residual, prior, prior_lse, *sources):
-        ran("depth_mix", "torch")
-        _, heads, _, offset, scale, _ = options
-        example = sources[0] if prior is None else prior
-        q = _fold(query, key_weight, example.dtype)
-        flat = [_flat(s) for s in sources]
-        x, rstd, logits, lse = _torch.mix_forward(
-            flat, q, _flat_or_none(residual), _flat_or_none(prior), _flat_or_none(prior_lse),
-            *options, needs_lse=False,
-        )  # fmt: skip
-        ctx.save_for_backward(*sources, query, key_weight, prior, prior_lse, rstd, logits, lse)
-        ctx.options = heads, offset, scale
-        ctx.residual_dtype = None if residual is None else residual.dtype
-        return x.view(example.shape)
-
-    @staticmethod
-    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (grad,) = grads
-        *sources, query, key_weight, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
-        refuse_batched("depth_mix", "torch", grad)
-        # when a graph of this is wanted, the op raises on every way back through it;
-        # once_differentiable does on none that torch.autograd.grad takes
-        differentiate = _depth_mix_backward if torch.is_grad_enabled() else _mix_gradients
-        shape, scale = grad.shape, ctx.options[2]
-        flat = [_flat(s) for s in sources]
-        q = _fold(query, key_weight, (sources[0] if prior is None else prior).dtype)
-        stats = rstd, logits, lse
-        dsources, dq, dprior, dprior_lse = differentiate(
-            _flat(grad), flat, q, _flat_or_none(prior), _flat_or_none(prior_lse), *stats,
-            *ctx.options,
-        )  # fmt: skip
-        dresidual = dkey_weight = None
-        if ctx.residual_dtype is not None:
-            dresidual = (grad if scale == 1.0 else grad * scale).to(ctx.residual_dtype)
-        dquery = dq
-        if key_weight is not None:
-            dquery, dkey_weight = dq * key_weight, (dq * query).to(key_weight.dtype)
-        if prior is None or prior_lse is None:
-            dprior = dprior_lse = None
-        else:
-            dprior, dprior_lse = dprior.view(prior.shape), dprior_lse.view(prior_lse.shape)
-        leading = dquery.to(query.dtype), dkey_weight, dresidual, dprior, dprior_lse
-        return None, *leading, *(d.view(shape) for d in dsources)
-
-
-@torch.library.custom_op("depthroute::depth_mix", mutates_args=())
-def _depth_mix(
-    sources: list[Tensor],
-    query: Tensor,
-    residual: Tensor | None,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    eps: float,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    scale: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ran("depth_mix", "torch")
-    return _torch.mix_forward(
-        sources, query, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype
-    )
-
-
-@_depth_mix.register_fake
-def _(sources, query, residual, prior, prior_lse, eps, heads, slice_norm, offset, scale, dtype):
-    example = sources[0] if prior is None else prior
-    tokens, width = example.shape
-    return (
-        example.new_empty(tokens, width, dtype=dtype),
-        query.new_empty(len(sources), tokens, heads if slice_norm else 1),
-        query.new_empty(len(sources), tokens, heads),
-        query.new_empty(tokens, heads),
-    )
-
-
-def _mix_gradients(
-    grad: Tensor,
-    sources: list[Tensor],
-    query: Tensor,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    heads: int,
-    offset: int,
-    scale: float,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    ran("depth_mix_backward", "torch")
-    return _torch.mix_backward(
-        grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, offset, scale
-    )
-
-
-_depth_mix_backward = torch.library.custom_op(
-    "depthroute::depth_mix_backward", _mix_gradients, mutates_args=()
-)
-
-
-@_depth_mix_backward.register_fake
-def _(grad, sources, query, prior, prior_lse, rstd, logits, lse, heads, offset, scale):
-    empty = query.new_empty(0)
-    return (
-        [s.new_empty(s.shape) for s in sources],
-        query.new_empty(query.shape),
-        empty if prior is None else prior.new_empty(prior.shape),
-        empty.clone() if prior_lse is None else prior_lse.new_empty(prior_lse.shape),
-    )
-
-
-_depth_mix_backward.register_autograd(no_second_derivative)
-
-
-def _mix_setup(ctx, inputs, output) -> None:
-    sources, query, residual, prior, prior_lse, _, heads, _, offset, scale, _ = inputs
-    _, rstd, logits, lse = output
-    ctx.mark_non_differentiable(rstd, logits, lse)
-    ctx.save_for_backward(*sources, query, prior, prior_lse, rstd, logits, lse)
-    ctx.heads, ctx.offset, ctx.scale = heads, offset, scale
-    ctx.residual_dtype = None if residual is None else residual.dtype
-    ctx.set_materialize_grads(False)
-
-
-def _mix_backward(ctx, grad, *_):
-    *sources, query, prior, prior_lse, rstd, logits, lse = ctx.saved_tensors
-    if grad is None:
-        return [None] * len(sources), *(None,) * 10
-    options = ctx.heads, ctx.offset, ctx.scale
-    dsources, dquery, dprior, dprior_lse = torch.ops.depthroute.depth_mix_backward(
-        grad, sources, query, prior, prior_lse, rstd, logits, lse, *options
-    )
-    dresidual = None
-    if ctx.residual_dtype is not None:
-        dresidual = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.residual_dtype)
-    if prior is None:
-        dprior = dprior_lse = None
-    return dsources, dquery, dresidual, dprior, dprior_lse, *(None,) * 6
-
-
-torch.library.register_autograd("depthroute::depth_mix", _mix_backward, setup_context=_mix_setup)
-
-
-@torch.library.custom_op("depthroute::depth_mix_group", mutates_args=())
-def _depth_mix_group(
-    sources: list[Tensor], queries: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    ran("depth_mix_group", "torch")
-    return _torch.group_forward(sources, queries, eps, heads, slice_norm)
-
-
-@_depth_mix_group.register_fake
-def _(sources, queries, eps, heads, slice_norm):
-    (tokens, width), count = sources[0].shape, queries.shape[0]
-    return (
-        queries.new_empty(count, tokens, width),
-        queries.new_empty(count, tokens, heads),
-        queries.new_empty(len(sources), tokens, heads if slice_norm else 1),
-        queries.new_empty(len(sources), count, tokens, heads),
-    )
-
-
-@torch.library.custom_op("depthroute::depth_mix_group_backward", mutates_args=())
-def _depth_mix_group_backward(
-    grad: Tensor,
-    grad_lse: Tensor,
-    sources: list[Tensor],
-    queries: Tensor,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    heads: int,
-) -> tuple[list[Tensor], Tensor]:
-    ran("depth_mix_group_backward", "torch")
-    return _torch.group_backward(grad, grad_lse, sources, queries, rstd, logits, lse, heads)
-
-
-@_depth_mix_group_backward.register_fake
-def _(grad, grad_lse, sources, queries, rstd, logits, lse, heads):
-    return [s.new_empty(s.shape) for s in sources], queries.new_empty(queries.shape)
-
-
-_depth_mix_group_backward.register_autograd(no_second_derivative)
-
-
-def _group_setup(ctx, inputs, output) -> None:
-    sources, queries, _, heads, _ = inputs
-    _, lse, rstd, logits = output
-    ctx.mark_non_differentiable(rstd, logits)
-    ctx.save_for_backward(*sources, queries, rstd, logits, lse)
-    ctx.heads = heads
-
-
-def _group_backward(ctx, grad, grad_lse, *_):
-    refuse_batched("depth_mix_group", "torch", grad, grad_lse)
-    *sources, queries, rstd, logits, lse = ctx.saved_tensors
-    dsources, dqueries = torch.ops.depthroute.depth_mix_group_backward(
-        grad, grad_lse, sources, queries, rstd, logits, lse, ctx.heads
-    )
-    return dsources, dqueries, None, None, None
-
-
-torch.library.register_autograd(
-    "depthroute::depth_mix_group", _group_backward, setup_context=_group_setup
-)

@@ -10,10 +10,17 @@ import torch
 import triton
 from torch import Tensor
 
+from depthroute.ops._record import (
+    AttentionBackward,
+    AttentionGradients,
+    AttentionMix,
+    AttentionResults,
+    attention_gradients,
+    rows_like,
+)
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
-from depthroute.ops._triton.launcher import Prepared, kinds
-from depthroute.ops._triton_attention import alike, rows_like
+from depthroute.ops.private.launcher import Prepared, kinds
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
@@ -113,17 +120,15 @@ def _launch(
     )
 
 
-def attention_forward(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixed values [B, Hkv, T, dv], logits [J, B, Hkv, T], lse [B, Hkv, T]."""
+def attention_forward(mix: AttentionMix) -> AttentionResults:
+    query, keys, values, scaling = mix
     batch, heads, length, _ = keys[0].shape
     mixed = rows_like(values[-1])
     logits = query.new_empty(len(keys), batch, heads, length, dtype=torch.float32)
     lse = logits.new_empty(batch, heads, length)
     rows = batch * heads * length
     if rows == 0:
-        return mixed, logits, lse
+        return mixed, [logits, lse]
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
     _launch(
         (keys, values),
@@ -133,23 +138,12 @@ def attention_forward(
         scaling,
         _strides(query, keys[0], values[0], mixed),
     )
-    return mixed, logits, lse
+    return mixed, [logits, lse]
 
 
-def attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    logits: Tensor,
-    lse: Tensor,
-    scaling: float,
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Of every query head of a KV head [B, Hkv, T, d], of keys and of values."""
-    is_alike = alike(keys) and alike(values)
-    made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
-    dkeys, dvalues = [made(k) for k in keys], [made(v) for v in values]
-    dquery = torch.empty_like(dkeys[-1], dtype=query.dtype)
+def attention_backward(back: AttentionBackward) -> AttentionGradients:
+    grad, query, keys, values, (logits, lse), scaling = back
+    dquery, dkeys, dvalues = attention_gradients(back)
     if lse.numel() == 0:
         return dquery, dkeys, dvalues
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)

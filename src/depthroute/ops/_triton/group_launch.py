@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from depthroute.ops._record import Group, GroupBackward, GroupGradients, GroupResults
 from depthroute.ops._triton import dot_launch, layout
 from depthroute.ops._triton.group import (
     group_coefficients_kernel,
@@ -26,15 +27,8 @@ def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queri
     return fits and heads == 1 and all(t.dtype == torch.bfloat16 for t in tensors)
 
 
-def group_forward(
-    sources: Sequence[Tensor],
-    queries: Tensor,
-    eps: float,
-    heads: int,
-    slice_norm: bool,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """outputs [G, N, D], lse [G, N, H], rstd [N, S, 1|H], logits [N, S, G, H]."""
+def group_forward(group: Group) -> GroupResults:
+    sources, queries, eps, heads, slice_norm, out_dtype = group
     (tokens, width), num_sources = sources[0].shape, len(sources)
     num_queries = queries.shape[0]
     outputs = queries.new_empty(num_queries, tokens, width, dtype=out_dtype)
@@ -78,18 +72,8 @@ def group_forward(
     return outputs, lse, rstd, logits
 
 
-def group_backward(
-    grad: Tensor,
-    grad_lse: Tensor,
-    carried: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    queries: Tensor,
-    rstd: Tensor,
-    logits: Tensor,
-    lse: Tensor,
-    heads: int,
-    slice_norm: bool,
-) -> tuple[list[Tensor], Tensor]:
+def group_backward(back: GroupBackward) -> GroupGradients:
+    grad, grad_lse, carried, sources, queries, rstd, logits, lse, heads, slice_norm = back
     num_queries, tokens, width = grad.shape
     num_sources, device = len(sources), queries.device
     sources = [layout.aligned(s) for s in sources]

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthroute.ops._record import dtype_of
 from depthroute.ops._triton import interpreter
-from depthroute.ops._triton.launcher import Prepared, dtype_of
+from depthroute.ops.private.launcher import Prepared
 
 INTERPRETED = interpreter.enable()
 

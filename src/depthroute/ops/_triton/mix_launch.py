@@ -10,7 +10,6 @@ a function of its arguments and nothing else, so that its cache cannot confuse t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,14 +17,13 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.ops import _triton_mix
+from depthroute.ops import _record
+from depthroute.ops._record import Mix, MixBackward, MixGradients, MixResults
 from depthroute.ops._triton import layout
-from depthroute.ops._triton.launcher import Prepared, are_aligned, dtype_of
 from depthroute.ops._triton.mix import mix_backward_kernel, mix_forward_kernel
 from depthroute.ops._triton.resident import resident_backward_kernel, resident_forward_kernel
 from depthroute.ops._triton.sums import sum_rows
-
-Dtype = torch.dtype | None
+from depthroute.ops.private.launcher import Prepared, are_aligned
 
 
 class Plan(NamedTuple):
@@ -70,67 +68,48 @@ def _shape(
 
 
 @cache
-def forward_plan(
-    fits: bool,
-    forced: layout.Changes,
-    width: int,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    reads_last: bool,
-    keeps_low: bool,
-    keeps_x: bool,
-    out: torch.dtype,
-    sources: tuple[torch.dtype, ...],
-    query: torch.dtype,
-    residual: Dtype,
-    prior: Dtype,
-    prior_lse: Dtype,
-    norm_weight: Dtype,
-    output: Dtype,
-    partial: Dtype,
-) -> Plan:
-    """All tensors by their dtypes. ``fits``: the rows of a token do one program's registers."""
-    count = len(sources) + reads_last
-    held = [*sources, output] if reads_last else [*sources]
-    held += [dtype for dtype in (residual, prior, partial) if dtype is not None]
-    is_boundary = output is not None or norm_weight is not None
-    is_held = is_boundary or count * width <= FEW_ELEMENTS or width > WIDE
-    is_resident = fits and is_held and {*held, out} == {out}
-    block, shape = _shape(width, heads, is_resident, False, forced)
-    itemsize = held[0].itemsize  # pyright: ignore[reportOptionalMemberAccess]
+def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Plan:
+    """``mix`` by its dtypes. ``fits``: the rows of a token do one program's registers."""
+    sources: Any = mix.sources
+    held = [*sources, mix.output] if mix.reads_last else [*sources]
+    held += [dtype for dtype in (mix.residual, mix.prior, mix.partial) if dtype is not None]
+    is_boundary = mix.output is not None or mix.norm_weight is not None
+    is_held = is_boundary or mix.num_read * width <= FEW_ELEMENTS or width > WIDE
+    is_resident = fits and is_held and {*held, mix.dtype} == {mix.dtype}
+    block, shape = _shape(width, mix.heads, is_resident, False, forced)
     flags = {
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_PRIOR": prior is not None,
-        "HAS_NORM": norm_weight is not None,
-        "OFFSET": offset,
-        "SLICE_NORM": slice_norm,
+        "HAS_RESIDUAL": mix.residual is not None,
+        "HAS_PRIOR": mix.prior is not None,
+        "HAS_NORM": mix.norm_weight is not None,
+        "OFFSET": mix.offset,
+        "SLICE_NORM": mix.slice_norm,
     }
     if is_resident:
-        loaded = len(held) + (output is not None and not reads_last)
-        launch = layout.resident_forward_launch(block, loaded, itemsize)
+        loaded = len(held) + (mix.output is not None and not mix.reads_last)
+        launch = layout.resident_forward_launch(block, loaded, held[0].itemsize)
         launch = layout.changed(launch, forced)
         run = Prepared(
             resident_forward_kernel,
             launch.warps,
-            S=count,
-            K=_triton_mix.stats_width(count, heads, slice_norm, norm_weight is not None),
-            DTYPE=layout.DTYPES[out],
-            HAS_OUTPUT=output is not None,
-            HAS_PARTIAL=partial is not None,
-            READS_LAST=reads_last,
-            WRITES_X=keeps_x,
+            S=mix.num_read,
+            K=mix.stats_width,
+            DTYPE=layout.DTYPES[mix.dtype],
+            HAS_OUTPUT=mix.output is not None,
+            HAS_PARTIAL=mix.partial is not None,
+            READS_LAST=mix.reads_last,
+            WRITES_X=mix.keeps_x,
             STAGES=launch.stages,
             **flags,
             **shape,
         )
         return Plan(True, launch, run)
-    launch = layout.changed(layout.forward_launch(block, count, itemsize), forced)
+    launch = layout.forward_launch(block, mix.num_read, held[0].itemsize)
+    launch = layout.changed(launch, forced)
     run = Prepared(
         mix_forward_kernel,
         launch.warps,
-        DTYPE=layout.DTYPES[held[0]],  # pyright: ignore[reportArgumentType]
-        HAS_LOW=keeps_low,
+        DTYPE=layout.DTYPES[held[0]],
+        HAS_LOW=mix.keeps_low,
         BS=launch.sources,
         STAGES=launch.stages,
         **flags,
@@ -139,141 +118,109 @@ def forward_plan(
     return Plan(False, launch, run)
 
 
-def mix_forward(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    residual: Tensor | None,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    norm_weight: Tensor | None,
-    output: Tensor | None,
-    partial: Tensor | None,
-    reads_last: bool,
-    eps: float,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    scale: float,
-    norm_eps: float,
-    out_dtype: torch.dtype,
-    keeps_low: bool,
-    keeps_x: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """stats [..., K] and those there are of x, y, state, last and low bits [..., D]."""
-    example = prior if prior is not None else output if output is not None else sources[0]
-    shape, width, count = example.shape, query.shape[0], len(sources) + reads_last
-    tokens = example.numel() // width
-    tensors = query, residual, prior, prior_lse, norm_weight, output, partial
-    plan = forward_plan(
-        _triton_mix.fits(count, width, (sources[0] if sources else example).element_size()),
-        layout.forced_changes("mix"),
-        width,
-        heads,
-        slice_norm,
-        offset,
-        reads_last,
-        keeps_low,
-        keeps_x,
-        out_dtype,
-        tuple(map(dtype_of, sources)),
-        *[None if t is None else t.dtype for t in tensors],
-    )
-    has_norm = norm_weight is not None
-    if not keeps_x and not plan.is_resident:
+def mix_forward(mix: Mix) -> MixResults:
+    example, width = mix.example, mix.query.shape[0]
+    itemsize = (mix.sources[0] if mix.sources else example).element_size()
+    fits = _record.fits(mix.num_read, width, itemsize)
+    plan = forward_plan(fits, layout.forced_changes("mix"), width, mix.dtypes())
+    if not mix.keeps_x and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
-    rows = _rows_like(example, out_dtype)
-    x = rows if keeps_x else None
-    y = (torch.empty_like(rows) if keeps_x else rows) if has_norm else None
-    stats_width = _triton_mix.stats_width(count, heads, slice_norm, has_norm)
-    stats = query.new_empty(*shape[:-1], stats_width)
-    low = rows.new_empty(shape, dtype=torch.int16) if keeps_low else None
-    state = last = None
+    rows = _rows_like(example, mix.dtype)
+    x = rows if mix.keeps_x else None
+    y = None
+    if mix.norm_weight is not None:
+        y = torch.empty_like(rows) if mix.keeps_x else rows
+    stats = mix.query.new_empty(*example.shape[:-1], mix.stats_width)
+    tokens = example.numel() // width
     if plan.is_resident and tokens:
-        given = [*sources, *[t for t in tensors if t is not None]]
-        if not are_aligned(given):
-            sources = [layout.aligned(s) for s in sources]
-            tensors = [_optional(t) for t in tensors]
-            query, residual, prior, prior_lse, norm_weight, output, partial = tensors
-        if output is not None:
-            state = None if residual is None else torch.empty_like(rows)
-            last = None if partial is None else torch.empty_like(rows)
+        return stats, _held_forward(plan, mix, tokens, x, y, stats)
+    return stats, _streamed_forward(plan, mix, tokens, x, y, stats)
+
+
+def _held_forward(
+    plan: Plan, mix: Mix, tokens: int, x: Tensor | None, y: Tensor | None, stats: Tensor
+) -> list[Tensor]:
+    """Writes x, y and stats, and returns what there is of x, y, state and last."""
+    if not are_aligned([*mix.sources, *[t for t in mix.tensors if t is not None]]):
+        mix = mix._replace(
+            **{name: _optional(getattr(mix, name)) for name in Mix._fields[1:8]},
+            sources=[layout.aligned(s) for s in mix.sources],
+        )
+    rows = y if x is None else x
+    assert rows is not None
+    state = last = None
+    if mix.output is not None:
+        state = None if mix.residual is None else torch.empty_like(rows)
+        last = None if mix.partial is None else torch.empty_like(rows)
+    plan.run(
+        layout.num_programs(plan.launch, tokens, rows.device),
+        (mix.sources,),
+        (
+            *(mix.query, mix.output, mix.partial, mix.residual, mix.prior, mix.prior_lse),
+            *(mix.norm_weight, x, y, state, last, stats),
+        ),
+        (tokens, mix.eps, mix.scale, mix.norm_eps),
+    )
+    return [t for t in (x, y, state, last) if t is not None]
+
+
+def _streamed_forward(
+    plan: Plan, mix: Mix, tokens: int, x: Tensor | None, y: Tensor | None, stats: Tensor
+) -> list[Tensor]:
+    """The same, and the low bits; the push is done apart."""
+    sources, residual, output = mix.sources, mix.residual, mix.output
+    state = last = low = None
+    rows = y if x is None else x
+    assert rows is not None
+    if output is not None:
+        if mix.partial is not None:
+            last = (mix.partial + output).contiguous()
+        if residual is not None:
+            state = residual = (residual + output).contiguous()
+        if mix.reads_last:
+            sources = [*sources, output if last is None else last]
+    if mix.keeps_low:
+        low = torch.empty_like(rows, dtype=torch.int16)
+    if tokens:
+        sources = [layout.aligned(s) for s in sources]  # held until the launch: a table does not
+        (packed,) = layout.pack([sources], rows)
+        optional = [_optional(t) for t in (residual, mix.prior, mix.prior_lse, mix.norm_weight)]
         plan.run(
             layout.num_programs(plan.launch, tokens, rows.device),
-            (sources,),
-            (
-                *(query, output, partial, residual, prior, prior_lse, norm_weight),
-                *(x, y, state, last, stats),
-            ),
-            (tokens, eps, scale, norm_eps),
+            (),
+            (packed, layout.aligned(mix.query), *optional, x, low, y, stats),
+            (tokens, mix.num_read, stats.shape[-1], mix.eps, mix.scale, mix.norm_eps),
         )
-    else:
-        if output is not None:
-            if partial is not None:
-                last = (partial + output).contiguous()
-            if residual is not None:
-                state = residual = (residual + output).contiguous()
-            if reads_last:
-                sources = [*sources, output if last is None else last]
-        if tokens:
-            sources = [layout.aligned(s) for s in sources]
-            (packed,) = layout.pack([sources], rows)
-            optional = [_optional(t) for t in (residual, prior, prior_lse, norm_weight)]
-            plan.run(
-                layout.num_programs(plan.launch, tokens, rows.device),
-                (),
-                (packed, layout.aligned(query), *optional, x, low, y, stats),
-                (tokens, count, stats_width, eps, scale, norm_eps),
-            )
-    return stats, [t for t in (x, y, state, last, low) if t is not None]
+    return [t for t in (x, y, state, last, low) if t is not None]
 
 
 @cache
 def backward_plan(
-    fits: bool,
-    forced: layout.Changes,
-    width: int,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    reads_last: bool,
-    writes_output: bool,
-    mixes_again: bool,
-    stats_width: int,
-    state: Dtype,
-    sources: tuple[torch.dtype, ...],
-    carried: tuple[torch.dtype, ...],
-    grads_y: tuple[torch.dtype, ...],
-    grad: Dtype,
-    grad_state: Dtype,
-    grad_last: Dtype,
-    query: torch.dtype,
-    x: Dtype,
-    prior: Dtype,
-    prior_lse: Dtype,
-    norm_weight: Dtype,
-    low: Dtype,
-    stats: torch.dtype,
+    fits: bool, forced: layout.Changes, width: int, stats_width: int, back: MixBackward
 ) -> Plan:
-    count = len(sources)
-    rows = [*sources, *carried, *grads_y, prior, grad, grad_state, grad_last]
+    """``back`` by its dtypes."""
+    sources: Any = back.sources
+    count, state, has_carried = len(sources), back.state_dtype, len(back.carried) > 0
+    rows: list[Any] = [*sources, *back.carried, *back.grads_y]
+    rows += [back.prior, back.grad, back.grad_state, back.grad_last]
     rows = [dtype for dtype in rows if dtype is not None]
     is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
-    holds_more = norm_weight is not None or len(carried) > 0
-    block, shape = _shape(width, heads, is_resident, holds_more, forced)
+    has_norm = back.norm_weight is not None
+    block, shape = _shape(width, back.heads, is_resident, has_norm or has_carried, forced)
     itemsize = rows[0].itemsize
     flags = {
-        "HAS_GRAD": grad is not None,
-        "HAS_GRAD_STATE": grad_state is not None,
-        "HAS_PRIOR": prior is not None,
-        "HAS_NORM": norm_weight is not None,
-        "HAS_CARRIED": len(carried) > 0,
+        "HAS_GRAD": back.grad is not None,
+        "HAS_GRAD_STATE": back.grad_state is not None,
+        "HAS_PRIOR": back.prior is not None,
+        "HAS_NORM": has_norm,
+        "HAS_CARRIED": has_carried,
         "WRITES_STATE": state is not None,
-        "OFFSET": offset,
-        "SLICE_NORM": slice_norm,
+        "OFFSET": back.offset,
+        "SLICE_NORM": back.slice_norm,
     }
     if is_resident:
-        num_rows = len(rows) + (norm_weight is not None and x is not None)
-        launch = layout.resident_backward_launch(block, count, num_rows, itemsize, len(carried) > 0)
+        num_rows = len(rows) + (has_norm and back.x is not None)
+        launch = layout.resident_backward_launch(block, count, num_rows, itemsize, has_carried)
         launch = layout.changed(launch, forced)
         run = Prepared(
             resident_backward_kernel,
@@ -281,18 +228,18 @@ def backward_plan(
             S=count,
             K=stats_width,
             DTYPE=layout.DTYPES[rows[0]],
-            GRADS_Y=len(grads_y),
-            WRITES_OUTPUT=writes_output,
-            HAS_X=x is not None,
-            MIXES_AGAIN=mixes_again,
-            READS_LAST=reads_last,
+            GRADS_Y=len(back.grads_y),
+            WRITES_OUTPUT=back.writes_output,
+            HAS_X=back.x is not None,
+            MIXES_AGAIN=back.mixes_again,
+            READS_LAST=back.reads_last,
             STAGES=launch.stages,
             **flags,
             **shape,
         )
         return Plan(True, launch, run)
-    from_mix = low is not None
-    launch = layout.backward_launch(block, count, itemsize, from_mix, len(carried) > 0)
+    from_mix, query = back.low is not None, back.query
+    launch = layout.backward_launch(block, count, itemsize, from_mix, has_carried)
     launch = layout.changed(launch, forced)
     run = Prepared(
         mix_backward_kernel,
@@ -307,110 +254,90 @@ def backward_plan(
     return Plan(False, launch, run)
 
 
-def mix_backward(
-    grad: Tensor | None,
-    grads_y: Sequence[Tensor],
-    grad_state: Tensor | None,
-    grad_last: Tensor | None,
-    carried: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    query: Tensor,
-    prior: Tensor | None,
-    prior_lse: Tensor | None,
-    norm_weight: Tensor | None,
-    x: Tensor | None,
-    low: Tensor | None,
-    stats: Tensor,
-    heads: int,
-    slice_norm: bool,
-    offset: int,
-    scale: float,
-    reads_last: bool,
-    writes_output: bool,
-    mixes_again: bool,
-    state_dtype: torch.dtype | None,
-) -> tuple[list[Tensor], Tensor, list[Tensor]]:
-    """Gradients of the sources; of query and norm weight [1|2, D]; and of prior, prior_lse,
-    residual and output, as far as there are any.
+class Written(NamedTuple):
+    """What a backward kernel writes, where it is wanted."""
 
-    ``carried`` are gradients of the sources from elsewhere, to be added; the gradient of y is the
-    sum of ``grads_y``. Where there is one ``x`` is needed, and its ``low`` bits where delta is
-    taken from it. Where it ``mixes_again``, ``x`` is the state that the mix is added to, if there
-    is one.
-    """
-    (*leading, stats_width), width, count = stats.shape, query.shape[0], len(sources)
-    tokens = stats.numel() // stats_width
-    tensors = grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low
-    plan = backward_plan(
-        count > 0 and _triton_mix.fits(count, width, sources[0].element_size()),
-        layout.forced_changes("mix"),
-        width,
-        heads,
-        slice_norm,
-        offset,
-        reads_last,
-        writes_output,
-        mixes_again,
-        stats_width,
-        state_dtype,
-        tuple(map(dtype_of, sources)),
-        tuple(map(dtype_of, carried)),
-        tuple(map(dtype_of, grads_y)),
-        *[None if t is None else t.dtype for t in tensors],
-        stats.dtype,
-    )
-    if mixes_again and not plan.is_resident:
-        raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
-    given = [*sources, *carried, *grads_y, *[t for t in tensors if t is not None], stats]
-    if not are_aligned(given):
-        sources = [layout.aligned(s) for s in sources]
-        carried = [layout.aligned(c) for c in carried]
-        grads_y = [layout.aligned(g) for g in grads_y]
-        tensors = [_optional(t) for t in tensors]
-        stats = layout.aligned(stats)
-    grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, low = tensors
-    dsources = list(map(torch.empty_like, sources))
+    dsources: list[Tensor]
+    dprior: Tensor | None
+    dprior_lse: Tensor | None
+    dstate: Tensor | None
+    doutput: Tensor | None
+
+
+def _written(back: MixBackward) -> Written:
     dprior = dprior_lse = dstate = doutput = None
-    if prior is not None:
-        dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
-    if state_dtype is not None:
-        like = sources[0] if sources else query.expand(*leading, width)
-        dstate = _rows_like(like, state_dtype)
-        doutput = torch.empty_like(dstate) if writes_output else None
-    others = [t for t in (dprior, dprior_lse, dstate, doutput) if t is not None]
-    num_weights = 1 if norm_weight is None else 2
+    if back.prior is not None and back.prior_lse is not None:
+        dprior, dprior_lse = torch.empty_like(back.prior), torch.empty_like(back.prior_lse)
+    if back.state_dtype is not None:
+        like = back.sources[0] if back.sources else None
+        if like is None:
+            like = back.query.expand(*back.stats.shape[:-1], back.query.shape[0])
+        dstate = _rows_like(like, back.state_dtype)
+        doutput = torch.empty_like(dstate) if back.writes_output else None
+    return Written(list(map(torch.empty_like, back.sources)), dprior, dprior_lse, dstate, doutput)
+
+
+def mix_backward(back: MixBackward) -> MixGradients:
+    stats_width, width, count = back.stats.shape[-1], back.query.shape[0], len(back.sources)
+    tokens = back.stats.numel() // stats_width
+    fits = count > 0 and _record.fits(count, width, back.sources[0].element_size())
+    changes = layout.forced_changes("mix")
+    plan = backward_plan(fits, changes, width, stats_width, back.dtypes())
+    if back.mixes_again and not plan.is_resident:
+        raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
+    given = [t for t in back.tensors if t is not None]
+    if not are_aligned([*back.sources, *back.carried, *back.grads_y, *given]):
+        grads_y, carried, sources = (
+            list(map(layout.aligned, t)) for t in (back.grads_y, back.carried, back.sources)
+        )
+        back = back.with_tensors(grads_y, carried, sources, [_optional(t) for t in back.tensors])
+    written = _written(back)
+    others = [t for t in written[1:] if t is not None]
+    num_weights = 1 if back.norm_weight is None else 2
     if tokens == 0:
-        return dsources, query.new_zeros(num_weights, width), others
-    programs = layout.num_programs(plan.launch, tokens, stats.device)
-    partial = query.new_empty(programs, num_weights, width)
-    if plan.is_resident:
-        plan.run(
-            programs,
-            (sources, dsources, carried or None, grads_y or None),
-            (
-                *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight),
-                *(stats, dstate, doutput, dprior, dprior_lse, partial),
-            ),
-            (tokens, scale),
-        )
-    else:
-        grad_y = sum(grads_y[1:], start=grads_y[0]) if grads_y else None
-        lists = [sources, dsources, carried] if carried else [sources, dsources]
-        tables = layout.pack(lists, stats)
-        plan.run(
-            programs,
-            (),
-            (
-                *(*tables, None)[:3],
-                *(grad, grad_y, grad_state, query, x, low, prior, prior_lse, norm_weight),
-                *(stats, dstate, dprior, dprior_lse, partial),
-            ),
-            (tokens, count, stats_width, scale),
-        )
-        if doutput is not None:
-            added = dsources[-1] if reads_last else grad_last
-            torch.add(dstate, added, out=doutput)
-    return dsources, sum_rows(partial), others
+        return written.dsources, back.query.new_zeros(num_weights, width), others
+    programs = layout.num_programs(plan.launch, tokens, back.stats.device)
+    partial = back.query.new_empty(programs, num_weights, width)
+    run = _held_backward if plan.is_resident else _streamed_backward
+    run(plan, programs, back, written, partial)
+    return written.dsources, sum_rows(partial), others
 
 
-__all__ = ["mix_backward", "mix_forward"]
+def _held_backward(
+    plan: Plan, programs: int, back: MixBackward, written: Written, partial: Tensor
+) -> None:
+    plan.run(
+        programs,
+        (back.sources, written.dsources, back.carried or None, back.grads_y or None),
+        (
+            *(back.grad, back.grad_state, back.grad_last, back.query, back.x),
+            *(back.prior, back.prior_lse, back.norm_weight, back.stats),
+            *(written.dstate, written.doutput, written.dprior, written.dprior_lse, partial),
+        ),
+        (back.stats.numel() // back.stats.shape[-1], back.scale),
+    )
+
+
+def _streamed_backward(
+    plan: Plan, programs: int, back: MixBackward, written: Written, partial: Tensor
+) -> None:
+    terms, dsources = back.grads_y, written.dsources
+    grad_y = sum(terms[1:], start=terms[0]) if terms else None
+    lists = [back.sources, dsources, back.carried] if back.carried else [back.sources, dsources]
+    tables = layout.pack(lists, back.stats)
+    stats_width = back.stats.shape[-1]
+    plan.run(
+        programs,
+        (),
+        (
+            *(*tables, None)[:3],
+            *(back.grad, grad_y, back.grad_state, back.query, back.x, back.low),
+            *(back.prior, back.prior_lse, back.norm_weight, back.stats),
+            *(written.dstate, written.dprior, written.dprior_lse, partial),
+        ),
+        (back.stats.numel() // stats_width, len(back.sources), stats_width, back.scale),
+    )
+    if written.doutput is not None:
+        added = dsources[-1] if back.reads_last else back.grad_last
+        assert written.dstate is not None and added is not None
+        torch.add(written.dstate, added, out=written.doutput)

@@ -13,7 +13,7 @@ These kernels are also the whole boundary between two sublayers:
 
 Backward returns dstate, and the gradient of ``output``, which is dstate plus that of the last
 source. Query and norm-weight gradients are summed per program, written as one row each, and then
-over programs. What forward keeps of a token is a row of K numbers; see :mod:`_triton_mix`.
+over programs. What forward keeps of a token is a row of K numbers; see ``Mix.stats_width``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from depthroute.ops._triton import layout
-from depthroute.ops._triton.launcher import Prepared
+from depthroute.ops.private.launcher import Prepared
 
 # interpreted: few programs, and a loop that repeats although there are three rows
 ROWS, COLUMNS = (2, 512) if layout.INTERPRETED else (128, 16)

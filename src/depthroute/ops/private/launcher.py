@@ -18,7 +18,7 @@ not known here, the launch is Triton's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import islice
 from operator import or_
@@ -35,7 +35,6 @@ from triton.runtime.jit import JITFunction
 _address = Tensor.data_ptr
 _device = Tensor.get_device
 _is_contiguous = Tensor.is_contiguous
-dtype_of: Callable[[Tensor], torch.dtype] = Tensor.dtype.__get__
 
 MAX_INT32 = 2**31 - 1
 IS_KNOWN = triton.__version__.startswith("3.6.")
@@ -114,7 +113,7 @@ class Prepared:
             programs,
             1,
             1,
-            active.get_current_stream(active.get_current_device()),
+            active.get_current_stream(active.get_current_device()),  # pyright: ignore
             compiled.function,
             compiled.packed_metadata,
             None,  # for hooks, of which there are none

@@ -47,8 +47,9 @@ def refuse_batched(op: str, backend: str, *grads: Tensor | None) -> None:
         _refuse(f"the backward of {op} runs for a batch of gradients", backend)
 
 
-def no_second_derivative(ctx: Any, *grads: Any) -> NoReturn:
-    """The backward of a backward."""
+def no_derivative(ctx: Any, *grads: Any) -> NoReturn:
+    """The backward of a registered op: of a backward, since forwards are only called by functions
+    that have one."""
     raise DerivativeError(
         f"the torch and Triton backends have no second derivative; {_HINT}, or differentiate once"
     )

@@ -1,0 +1,358 @@
+"""What a depth mix is made of, as one record: what every backend takes and every op declares.
+
+The fields of a record are the arguments of its op in their order, so ``op(*record)`` calls it and
+``Mix(*arguments)`` is the record again: nothing is known by its position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+dtype_of: Callable[[Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
+"""For map(), which is faster than a comprehension."""
+
+
+class Mix(NamedTuple):
+    """The boundary between two sublayers; every part but the mix is optional. Tensors are [..., D].
+
+    state = residual + output           last = partial + output, or output where a block starts
+    x = scale * (state + depth mix of sources, and of last if reads_last)
+    y = RMSNorm(x) * norm_weight
+    """
+
+    sources: list[Tensor]
+    query: Tensor
+    """With the gain of the keys in it."""
+    residual: Tensor | None
+    prior: Tensor | None
+    """The output of a finished group [..., D], and its log-sum-exp [..., H]."""
+    prior_lse: Tensor | None
+    norm_weight: Tensor | None
+    output: Tensor | None
+    partial: Tensor | None
+    reads_last: bool
+    eps: float
+    heads: int
+    slice_norm: bool
+    offset: int
+    """Added to every weight: 1, or -1 for -1/S."""
+    scale: float
+    norm_eps: float
+    dtype: torch.dtype
+    """Of x."""
+    keeps_low: bool = False
+    """Whether the bits of x that ``dtype`` has no room for are a result too."""
+    keeps_x: bool = True
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but the sources."""
+        return self[1:8]
+
+    def dtypes(self) -> Mix:
+        """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
+        sources: Any = tuple(map(dtype_of, self.sources))
+        tensors: Any = [None if t is None else t.dtype for t in self.tensors]
+        kinds = self._replace(eps=0.0, scale=0.0, norm_eps=0.0)
+        return Mix._make((sources, *tensors, *kinds[8:]))
+
+    @property
+    def example(self) -> Tensor:
+        """Some tensor of the shape of x."""
+        if self.prior is not None:
+            return self.prior
+        return self.sources[0] if self.output is None else self.output
+
+    @property
+    def num_read(self) -> int:
+        """Of the sources that are read."""
+        return len(self.sources) + self.reads_last
+
+    @property
+    def num_scores(self) -> int:
+        """Numbers that the torch backward needs of a token: S x H logits and S (or S x H) 1/rms."""
+        return self.num_read * (self.heads + (self.heads if self.slice_norm else 1))
+
+    @property
+    def stats_width(self) -> int:
+        """Numbers that the Triton backward does: also H log-sum-exps and a norm's 1/rms."""
+        return self.num_scores + self.heads + (self.norm_weight is not None)
+
+
+class Mixed(NamedTuple):
+    """The results of a mix."""
+
+    stats: Tensor
+    """[..., K], in an order of the backend's own."""
+    x: Tensor | None
+    y: Tensor | None
+    state: Tensor | None
+    last: Tensor | None
+    low: Tensor | None
+
+    @classmethod
+    def named(cls, mix: Mix, stats: Tensor, others: Sequence[Tensor]) -> Mixed:
+        """``others`` are those that this mix has, in this order."""
+        made = iter(others)
+        pushes = mix.output is not None
+        return cls(
+            stats,
+            next(made) if mix.keeps_x else None,
+            next(made) if mix.norm_weight is not None else None,
+            next(made) if pushes and mix.residual is not None else None,
+            next(made) if pushes and mix.partial is not None else None,
+            next(made) if mix.keeps_low else None,
+        )
+
+
+class MixBackward(NamedTuple):
+    """What a mix was made of, as far as backward needs it, and the gradients that reach it."""
+
+    grad: Tensor | None
+    """Of x."""
+    grads_y: list[Tensor]
+    """Their sum is that of y: one, or after :mod:`depthroute.ops.private.inductor` one for every
+    projection that reads y."""
+    grad_state: Tensor | None
+    grad_last: Tensor | None
+    carried: list[Tensor]
+    """Gradients of the sources from elsewhere, to be added: one for each, or none."""
+    sources: list[Tensor]
+    """All that were read, the last among them."""
+    query: Tensor
+    prior: Tensor | None
+    prior_lse: Tensor | None
+    norm_weight: Tensor | None
+    x: Tensor | None
+    """Needed by a norm, and with ``low`` where delta is taken from it; where a backward mixes
+    again, the state that the mix is added to, if there is one."""
+    low: Tensor | None
+    stats: Tensor
+    heads: int
+    slice_norm: bool
+    offset: int
+    scale: float
+    reads_last: bool
+    writes_output: bool
+    """Whether the output's gradient is another than the state's or the last source's."""
+    mixes_again: bool
+    state_dtype: torch.dtype | None
+    """Of the residual's gradient, where it is not simply that of x."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that are not in lists."""
+        grad, _, grad_state, grad_last, _, _, *others = self[:13]
+        return grad, grad_state, grad_last, *others
+
+    def with_tensors(self, grads_y: Any, carried: Any, sources: Any, tensors: Any) -> MixBackward:
+        grad, grad_state, grad_last, *others = tensors
+        first = grad, grads_y, grad_state, grad_last, carried, sources
+        return MixBackward._make((*first, *others, *self[13:]))
+
+    def dtypes(self) -> MixBackward:
+        """As :meth:`Mix.dtypes`."""
+        grads_y, carried, sources = (
+            tuple(map(dtype_of, t)) for t in (self.grads_y, self.carried, self.sources)
+        )
+        tensors = [None if t is None else t.dtype for t in self.tensors]
+        return self.with_tensors(grads_y, carried, sources, tensors)._replace(scale=0.0)
+
+
+class Group(NamedTuple):
+    """Phase 1: queries [G, D] over finished sources [N, D]."""
+
+    sources: list[Tensor]
+    queries: Tensor
+    eps: float
+    heads: int
+    slice_norm: bool
+    dtype: torch.dtype
+    """Of the outputs."""
+
+
+class GroupBackward(NamedTuple):
+    grad: Tensor
+    grad_lse: Tensor
+    carried: list[Tensor]
+    sources: list[Tensor]
+    queries: Tensor
+    rstd: Tensor
+    logits: Tensor
+    lse: Tensor
+    heads: int
+    slice_norm: bool
+
+
+class AttentionMix(NamedTuple):
+    """Depth attention: query [B, Hq, T, d], keys and values [B, Hkv, T, d|dv] over layers."""
+
+    query: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    scaling: float
+
+
+class AttentionBackward(NamedTuple):
+    grad: Tensor
+    query: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    kept: list[Tensor]
+    """The second result of forward."""
+    scaling: float
+
+
+MixResults = tuple[Tensor, list[Tensor]]
+"""stats [..., K] and, of x, y, state, last and low bits [..., D], those there are."""
+MixGradients = tuple[list[Tensor], Tensor, list[Tensor]]
+"""Of the sources; of query and, if given, norm weight [1|2, D]; and, as far as there are any, of
+prior, prior_lse, residual (if ``state_dtype``) and output (if ``writes_output``)."""
+GroupResults = tuple[Tensor, Tensor, Tensor, Tensor]
+"""outputs [G, N, D], lse [G, N, H], and 1/rms and logits in an order of the backend's own."""
+GroupGradients = tuple[list[Tensor], Tensor]
+"""Of the sources and the queries."""
+
+AttentionResults = tuple[Tensor, list[Tensor]]
+"""Mixed values [B, Hkv, T, dv], and what gives the weights [J, B, Hkv, T]: themselves (torch), or
+logits and their log-sum-exp [B, Hkv, T] (Triton)."""
+AttentionGradients = tuple[Tensor, list[Tensor], list[Tensor]]
+"""Of query, keys and values. All query heads of a KV head have the same gradient, which is there
+once [B, Hkv, T, d]."""
+
+
+def fake_mix(*arguments) -> MixResults:
+    mix = Mix(*arguments)
+    return _fake_mix(mix, mix.num_scores)
+
+
+def fake_mix_triton(*arguments) -> MixResults:
+    mix = Mix(*arguments)
+    return _fake_mix(mix, mix.stats_width)
+
+
+def _fake_mix(mix: Mix, num_stats: int) -> MixResults:
+    x = mix.example.new_empty(mix.example.shape, dtype=mix.dtype)
+    wanted = mix.keeps_x, mix.norm_weight is not None
+    others = [x.new_empty(x.shape) for is_there in wanted if is_there]
+    if mix.output is not None:
+        others += [t.new_empty(t.shape) for t in (mix.residual, mix.partial) if t is not None]
+    if mix.keeps_low:
+        others.append(x.new_empty(x.shape, dtype=torch.int16))
+    return mix.query.new_empty(*x.shape[:-1], num_stats), others
+
+
+def fake_mix_backward(*arguments) -> MixGradients:
+    back = MixBackward(*arguments)
+    query, shape = back.query, (*back.stats.shape[:-1], back.query.shape[0])
+    others = [t.new_empty(t.shape) for t in (back.prior, back.prior_lse) if t is not None]
+    if back.state_dtype is not None:
+        count = 1 + back.writes_output
+        others += [query.new_empty(shape, dtype=back.state_dtype) for _ in range(count)]
+    num_weights = 1 if back.norm_weight is None else 2
+    dsources = [s.new_empty(s.shape) for s in back.sources]
+    return dsources, query.new_empty(num_weights, query.shape[0]), others
+
+
+def fake_group(*arguments) -> GroupResults:
+    group = Group(*arguments)
+    queries, (tokens, width) = group.queries, group.sources[0].shape
+    count, num_sources = queries.shape[0], len(group.sources)
+    return (
+        queries.new_empty(count, tokens, width, dtype=group.dtype),
+        queries.new_empty(count, tokens, group.heads),
+        queries.new_empty(tokens, num_sources, group.heads if group.slice_norm else 1),
+        queries.new_empty(tokens, num_sources, count, group.heads),
+    )
+
+
+def fake_group_backward(*arguments) -> GroupGradients:
+    back = GroupBackward(*arguments)
+    return [s.new_empty(s.shape) for s in back.sources], back.queries.new_empty(back.queries.shape)
+
+
+def fake_attention(*arguments) -> AttentionResults:
+    mix = AttentionMix(*arguments)
+    statistics = torch.promote_types(mix.query.dtype, torch.float32)
+    weights = mix.query.new_empty(len(mix.keys), *mix.keys[0].shape[:3], dtype=statistics)
+    return mix.values[-1].new_empty(mix.values[-1].shape), [weights]
+
+
+def fake_attention_triton(*arguments) -> AttentionResults:
+    mix = AttentionMix(*arguments)
+    shape = mix.keys[0].shape[:3]
+    logits = mix.query.new_empty(len(mix.keys), *shape, dtype=torch.float32)
+    return rows_like(mix.values[-1]), [logits, logits.new_empty(shape)]
+
+
+def fake_attention_backward(*arguments) -> AttentionGradients:
+    back = AttentionBackward(*arguments)
+    dkeys, dvalues = (
+        [k.new_empty(k.shape) for k in back.keys],
+        [v.new_empty(v.shape) for v in back.values],
+    )
+    return back.query.new_empty(back.keys[0].shape), dkeys, dvalues
+
+
+def fake_attention_triton_backward(*arguments) -> AttentionGradients:
+    return attention_gradients(AttentionBackward(*arguments))
+
+
+def attention_gradients(back: AttentionBackward) -> AttentionGradients:
+    """Where the kernel writes: like keys and values, if those are all alike."""
+    is_alike = _are_alike(back.keys) and _are_alike(back.values)
+    made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
+    dkeys = [made(k) for k in back.keys]
+    dquery = torch.empty_like(dkeys[-1], dtype=back.query.dtype)
+    return dquery, dkeys, [made(v) for v in back.values]
+
+
+def rows_like(tensor: Tensor) -> Tensor:
+    """New rows in the same order; the kernels write the elements of a row side by side."""
+    return torch.empty_like(tensor) if tensor.stride(-1) == 1 else tensor.new_empty(tensor.shape)
+
+
+def _are_alike(tensors: Sequence[Tensor]) -> bool:
+    strides = tensors[0].stride()
+    return all(t.stride() == strides for t in tensors)
+
+
+RESIDENT_SOURCES = 17
+RESIDENT_BYTES = 73 * 1024
+"""Of the rows of a token that one program holds in registers: 5 of width 7168 in bf16, 9 of 4096,
+12 of 2048, 17 of 1024."""
+
+
+def fits(rows: int, width: int, itemsize: int) -> bool:
+    """Whether so many rows of a token fit one program, and are better off there.
+
+    17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
+    (docs/negative-results.md).
+    """
+    limit = RESIDENT_BYTES if rows <= 12 else RESIDENT_BYTES // 2
+    return 0 < rows <= RESIDENT_SOURCES and rows * width * itemsize <= limit
+
+
+def keeps_low_bits(mix: Mix) -> bool:
+    """Whether backward will take delta from x, and so needs x to more bits than it is stored in.
+
+    Where a token's rows fit in registers delta costs nothing, and where x is more than the mix
+    (a residual, or weights with an offset) it cannot be had from x. In fp32 x is exact enough as
+    it is, and rare enough to be swept twice.
+    """
+    if not mix.num_read or mix.residual is not None or mix.offset:
+        return False
+    itemsize = (mix.sources[0] if mix.sources else mix.example).element_size()
+    return itemsize != 4 and not fits(mix.num_read, mix.query.shape[0], itemsize)
+
+
+def mixes_again(mix: Mix) -> bool:
+    """Whether the gradient of a boundary's norm can do without x, because both directions hold all
+    of its sources: then backward mixes them again, which costs no traffic."""
+    rows = *mix.sources, mix.output, mix.partial, mix.residual, mix.prior
+    alike = all(row is None or row.dtype == mix.dtype for row in rows)
+    return alike and fits(mix.num_read, mix.query.shape[0], mix.dtype.itemsize)

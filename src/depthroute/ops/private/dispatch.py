@@ -1,0 +1,113 @@
+"""Registration of ops, at the least cost a call can have.
+
+:func:`torch.library.custom_op` crosses between Python and the dispatcher twice a call and checks
+every result for aliasing: 25 to 45 us a boundary, more than its kernel takes. Here the usual call
+(plain tensors, no gradient to record: inside a compiled graph or an ``autograd.Function``) crosses
+once. Whatever else there is (recording, fake tensors, functionalisation, modes) takes the same
+route as in ``custom_op``, and so does everything where torch has not the names that are used here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, get_type_hints
+
+import torch
+from torch.utils import _pytree as pytree
+
+from depthroute.ops.backends import ran
+from depthroute.ops.private.transforms import no_derivative
+
+_library = torch.library.Library("depthroute", "FRAGMENT")
+IS_KNOWN = hasattr(torch.library, "get_kernel") and hasattr(torch._C, "DispatchKeySet")
+"""Whether this torch, as 2.11 to 2.13 do, lets a call be looked at before it is dispatched."""
+
+
+class Op:
+    """``depthroute::name``: takes the fields of ``record`` and runs ``function`` on the record.
+
+    ``function`` must return new tensors, none of them a view of another. It has no gradient of its
+    own: the ``autograd.Function`` that calls it has.
+    """
+
+    def __init__(
+        self, name: str, record: Any, results: Any, fake: Callable[..., Any], function: Any
+    ) -> None:
+        self.record, self.function = record, function
+        backend = "triton" if "_triton" in name else "torch"
+        self.counted = name.replace("_triton", ""), backend
+        self.is_opaque = backend == "triton"
+        _library.define(name + _schema(record, results), tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"depthroute::{name}", fake, lib=_library)
+        torch.library.register_autograd(f"depthroute::{name}", no_derivative, lib=_library)
+        self.dispatched = getattr(torch.ops.depthroute, name).default
+        for device in ("CPU", "CUDA") if IS_KNOWN else ():
+            self._shorten(name, device)
+
+    def __call__(self, record: Any) -> Any:
+        """Without the dispatcher where its own operations are torch's: that is what costs most on a
+        CPU, and only a compiler needs it."""
+        if self.is_opaque or torch.compiler.is_compiling():
+            return self.dispatched(*record)
+        ran(*self.counted)
+        return self.function(record)
+
+    def _run(self, *arguments: Any) -> Any:
+        ran(*self.counted)
+        results = self.function(self.record(*arguments))
+        if self.is_opaque:
+            return results
+        # as its fake says; eagerly the order of the inputs is kept, which saves copies
+        return pytree.tree_map(torch.Tensor.contiguous, results)
+
+    def _shorten(self, name: str, device: str) -> None:
+        """Calls the function at once where nothing between it and autograd would be."""
+        general = torch.library.get_kernel(self.dispatched, f"Autograd{device}")
+        run, is_grad_enabled = self._run, torch.is_grad_enabled
+        keys = torch._C.DispatchKey.__members__
+        plain = torch._C.DispatchKeySet(keys[device])
+        plain = (plain | torch._C.DispatchKeySet(keys[f"Autograd{device}"])).raw_repr()
+
+        def call(keyset, *arguments):
+            if keyset.raw_repr() == plain and not is_grad_enabled():
+                return run(*arguments)
+            return general.call_boxed(keyset, *arguments)
+
+        _library.impl(name, call, f"Autograd{device}", with_keyset=True)
+
+
+def _schema(record: Any, results: Any) -> str:
+    hints, kind = get_type_hints(record), inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(n, kind, annotation=hints[n]) for n in record._fields]
+
+    def declared() -> None: ...
+
+    signature = inspect.Signature(parameters, return_annotation=results)
+    declared.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    return torch.library.infer_schema(declared, mutates_args=())
+
+
+def from_triton(module: str, function: str) -> Callable[[Any], Any]:
+    """A function of :mod:`depthroute.ops._triton`, imported when it is first called."""
+
+    @cache
+    def load() -> Callable[[Any], Any]:
+        return getattr(import_module(f"depthroute.ops._triton.{module}"), function)
+
+    return lambda record: load()(record)
+
+
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply`` with no tensor twice, which Dynamo refuses: a stream starts with state and
+    source the same."""
+    if not torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    apart: list[Any] = []
+    for value in arguments:
+        is_twice = isinstance(value, torch.Tensor) and any(value is other for other in apart)
+        apart.append(value.view_as(value) if is_twice else value)
+    return function.apply(*apart)
