@@ -251,8 +251,8 @@ class ResidualStream:
         self, handed: tuple[Tensor, ...], made: ops.Boundary, reads_newest: bool
     ) -> ResidualStream:
         """The stream with what a mix has ``handed`` on and ``made`` of what was pending."""
-        plan, is_sum = self.plan, self.plan.sums_sources and not reads_newest
-        state = made.state if plan.adds_state else self.state
+        is_sum = self.plan.sums_sources and not reads_newest
+        state = self.state if is_sum or made.state is None else made.state
         if self.pending is None:
             count, partial = len(self.sources), self.partial
             if partial is not None and (reads_newest or is_sum):

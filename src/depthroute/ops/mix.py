@@ -31,7 +31,7 @@ from torch import Tensor
 from depthroute.errors import DepthrouteError
 from depthroute.ops import _record, _torch, reference
 from depthroute.ops._checks import check_boundary, check_mix, weight_offset
-from depthroute.ops._record import Mix, MixBackward, Mixed, MixGradients, MixResults
+from depthroute.ops._record import NUM_TENSORS, Mix, MixBackward, Mixed, MixGradients, MixResults
 from depthroute.ops.backends import choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, applied, from_triton
 from depthroute.ops.private.transforms import refuse_batched
@@ -68,6 +68,9 @@ class Wants(NamedTuple):
     """A residual that nothing is pushed onto, to be handed on like a source."""
 
 
+ALONE = Wants(last=False, sources=False)
+
+
 class Boundary(NamedTuple):
     x: Tensor | None
     """What was mixed, before the norm; None if only y was wanted."""
@@ -91,11 +94,10 @@ def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) ->
 def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
     returns_x = wants.x or mix.norm_weight is None
     needs_grad = _needs_grad(mix, key_weight)
-    mix = mix._replace(
-        keeps_x=returns_x or not _record.mixes_again(mix),
-        keeps_low=needs_grad and _record.keeps_low_bits(mix),
+    mix = mix.keeping(
+        low=needs_grad and _record.keeps_low_bits(mix),
+        x=returns_x or not _record.mixes_again(mix),
     )
-    wants = wants._replace(x=returns_x)
     if not needs_grad:
         made = _call("triton", _folded(mix, key_weight))
         return Boundary(
@@ -106,7 +108,7 @@ def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundar
             mix.sources,
         )
     x, y, state, last, *handed = applied(
-        DepthMix, "triton", wants, key_weight, *mix[1:], *mix.sources
+        DepthMix, "triton", wants, mix.settings, key_weight, *mix.tensors, *mix.sources
     )
     state = mix.residual if state is None else state
     return Boundary(x, y, state, last, handed if wants.sources else mix.sources)
@@ -131,7 +133,8 @@ def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: st
         x = _by_definition(plain, key_weight)
     elif _needs_grad(plain, key_weight):
         x, *_ = applied(
-            DepthMix, backend, Wants(sources=False), key_weight, *plain[1:], *plain.sources
+            *(DepthMix, backend, ALONE, plain.settings),
+            *(key_weight, *plain.tensors, *plain.sources),
         )
     else:
         x = _call(backend, _folded(plain, key_weight)).x
@@ -153,32 +156,31 @@ def fuses_boundary(backend: str, example: Tensor, num_sources: int) -> bool:
 def _needs_grad(mix: Mix, key_weight: Tensor | None) -> bool:
     if not torch.is_grad_enabled():
         return False
-    given = *mix.sources, key_weight, *mix[1:8]
-    return any(t is not None and t.requires_grad for t in given)
+    for tensor in (*mix.sources, key_weight, *mix.tensors):
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _folded(mix: Mix, key_weight: Tensor | None) -> Mix:
-    return mix._replace(query=folded(mix.query, key_weight, mix.example.dtype))
+    return mix.with_query(folded(mix.query, key_weight, mix.example.dtype))
 
 
 def _call(backend: str, mix: Mix) -> Mixed:
     return Mixed.named(mix, *FORWARD[backend](mix))
 
 
-NUM_REST = len(Mix._fields) - 1
-
-
 class DepthMix(torch.autograd.Function):
-    """x, y, state, last and the sources again, of ``rest``: a mix's fields after its sources, and
-    those. Folds the gain into the query, so that autograd does not have to."""
+    """x, y, state, last and the sources again, of a mix's settings, its tensors and its sources.
+
+    Folds the gain into the query, so that autograd does not have to."""
 
     @staticmethod
-    def forward(ctx, backend, wants, key_weight, *rest):
-        sources = list(rest[NUM_REST:])
-        unfolded_mix = Mix(sources, *rest[:NUM_REST])
-        mix = _folded(unfolded_mix, key_weight)
+    def forward(ctx, backend, wants, settings, key_weight, query, *rest):
+        tensors, sources = rest[: NUM_TENSORS - 1], list(rest[NUM_TENSORS - 1 :])
+        mix = _folded(Mix(sources, query, *tensors, *settings), key_weight)
         made = _call(backend, mix)
-        _save(ctx, mix, made, unfolded_mix.query, key_weight)
+        _save(ctx, mix, made, query, key_weight)
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.sources
         state, last = made.state, made.last
@@ -190,7 +192,8 @@ class DepthMix(torch.autograd.Function):
         elif output is not None and mix.partial is None:
             last = output.view_as(output)
         handed = [s.view_as(s) for s in sources] if wants.sources else []
-        return made.x if wants.x else None, made.y, state, last, *handed
+        x = made.x if wants.x or made.y is None else None
+        return x, made.y, state, last, *handed
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -198,14 +201,13 @@ class DepthMix(torch.autograd.Function):
         grad, grad_y, grad_state, grad_last, *carried = grads
         if not ctx.hands_on:
             carried = [None] * ctx.num_sources
-        none = (None,) * (NUM_REST - 7)
         if grad is None and grad_y is None:  # nothing but a push
             doutput = _sum(grad_state, grad_last) if ctx.pushes else None
             dpartial = grad_last if ctx.has_partial else None
             pushed = grad_state, None, None, None, doutput, dpartial
-            return None, None, None, None, *pushed, *none, *carried
+            return None, None, None, None, None, *pushed, *carried
         dsources, dweights, *rest = _gradients(ctx, grad, grad_y, grad_state, grad_last, carried)
-        return None, None, *dweights, *rest, *none, *dsources
+        return None, None, None, *dweights, *rest, *dsources
 
 
 def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | None) -> None:

@@ -58,7 +58,7 @@ class Op:
 
     def _run(self, *arguments: Any) -> Any:
         ran(*self.counted)
-        results = self.function(self.record(*arguments))
+        results = self.function(self.record._make(arguments))
         if self.is_opaque:
             return results
         # as its fake says; eagerly the order of the inputs is kept, which saves copies
@@ -98,7 +98,10 @@ def from_triton(module: str, function: str) -> Callable[[Any], Any]:
     def load() -> Callable[[Any], Any]:
         return getattr(import_module(f"depthroute.ops._triton.{module}"), function)
 
-    return lambda record: load()(record)
+    def run(record: Any) -> Any:
+        return load()(record)
+
+    return run
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
