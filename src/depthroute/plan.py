@@ -26,6 +26,8 @@ class Place:
     """Finished sources that exist here."""
     reads_unfinished: bool
     """Whether the block in progress is a source too: its sum so far, or the running state."""
+    num_sources: int
+    """That are read: the finished ones, and the unfinished if it is one."""
     source_names: tuple[str, ...]
     """``embedding``, a sublayer, ``block.2``, ``state.4``, ``stored.1`` or ``partial``."""
     reads_mix: bool
@@ -33,6 +35,8 @@ class Place:
     has_query: bool
     """Whether there is something to choose: a single source has weight 1 and no gradient."""
     has_gate: bool
+    has_site: bool
+    """Whether there are parameters."""
     scale: float
     """What the mix is multiplied by, so that the sources' mean is their sum at the start."""
     starts_block: bool
@@ -48,14 +52,6 @@ class Place:
     fuses: bool
     """Whether it is a softmax over deltas and nothing else, which one kernel can do together with
     the push before it. Phase 1 of a group needs that push done."""
-
-    @property
-    def num_sources(self) -> int:
-        return self.num_finished + self.reads_unfinished
-
-    @property
-    def has_site(self) -> bool:
-        return self.has_query or self.has_gate
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,11 @@ class Plan(Resolved):
     """Whether the running sum itself is needed beside the sources."""
     adds_state: bool
     """Whether a site adds a kept state to its mix."""
+    stores: str
+    """What becomes a source: ``"deltas"`` (what a block added), ``"states"`` (the sum so far),
+    ``"reference"`` (as the released code does) or ``"nothing"``."""
+    weight_offset: int
+    """What is added to every weight of a mix; -1 stands for -1/S."""
     places: tuple[Place, ...] = field(repr=False)
     """One for each sublayer, and the end."""
     depth: tuple[DepthRow, ...] = field(repr=False)
@@ -148,11 +149,6 @@ class Plan(Resolved):
         """Routing parameters at hidden width ``width``."""
         queries = sum(place.has_query for place in self.places)
         return 2 * width * queries + sum(place.has_gate for place in self.places)
-
-    @property
-    def weight_offset(self) -> int:
-        """What is added to every weight of a mix: -1 stands for -1/S."""
-        return -1 if self.is_centered else int(self.sums_sources)
 
     @property
     def init_reason(self) -> str:

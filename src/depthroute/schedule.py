@@ -16,6 +16,7 @@ from depthroute.plan import CHOOSING, FINAL, DepthRow, Place, Plan, Resolved
 if TYPE_CHECKING:
     from depthroute.config import RoutingConfig
 
+STORED = {"delta": "deltas", "cumulative": "states", "reference": "reference"}
 FEW_SOURCES = 9
 """Up to which additive routing adds its sources up instead of keeping their sum."""
 
@@ -161,6 +162,8 @@ class Schedule(Resolved):
             sums_sources=sums_sources,
             keeps_state=keeps_state,
             adds_state=adds_state,
+            stores=STORED[self.sources] if self.chooses else "nothing",
+            weight_offset=-1 if self.is_centered else int(sums_sources),
             places=tuple(self._place(i, group_size, is_simple, last_read) for i in ends),
             depth=tuple(
                 DepthRow(self.depth_sources(layer), self.depth_kept(layer))
@@ -178,10 +181,12 @@ class Schedule(Resolved):
             name=self.name(index),
             num_finished=self.num_finished(index),
             reads_unfinished=self.reads_unfinished(index),
+            num_sources=self.num_finished(index) + self.reads_unfinished(index),
             source_names=self.source_names(index),
             reads_mix=self.reads_mix(index),
             has_query=has_query,
             has_gate=has_gate,
+            has_site=has_query or has_gate,
             scale=self.scale(index),
             starts_block=self.starts_block(index),
             has_partial=self.has_partial(index),

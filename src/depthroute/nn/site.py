@@ -36,6 +36,10 @@ class SiteParameters:
     heads: int
     head_norm: str
 
+    @property
+    def slice_norm(self) -> bool:
+        return self.head_norm == "slice"
+
     def mix(self, sources: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
         """``residual + mix`` over ``sources``."""
         assert self.query is not None, "this site has a gate alone"

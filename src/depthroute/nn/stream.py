@@ -118,6 +118,13 @@ class ResidualStream:
         return self.plan.places[self.index]
 
     @property
+    def example(self) -> Tensor:
+        """Some tensor of the stream: its shape, dtype and device are those of all."""
+        held = self.sources[0] if self.sources else self.state
+        assert held is not None
+        return held
+
+    @property
     def value(self) -> Tensor:
         """The residual state h: kept, or the sum of the sources where they are complete."""
         if self.pending is not None:
@@ -151,37 +158,23 @@ class ResidualStream:
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
         chosen: SiteParameters | None = site() if isinstance(site, torch.nn.Module) else site
-        if chosen is not None and self._fuses():
-            return self._mix(chosen, norm)
-        stream = self.settled()
-        x, after = stream._route(chosen)
+        if chosen is not None and self._fuses(self.place):
+            return self._mix(self.place, chosen, norm)
+        stream = self if self.pending is None else self.settled()
+        x, after = stream._route(stream.place, chosen)
         if stream.observer is not None:
             stream.observer.on_read(stream, chosen, x)
         return (x if norm is None else norm.apply(x)), after
 
-    def _fuses(self) -> bool:
+    def _fuses(self, place: Place) -> bool:
         """Whether the place ahead is one call of the boundary kernel."""
-        place = self.place
         if not place.fuses or self.observer is not None:
             return False
-        return ops.fuses_boundary(
-            self.backend, self._example, place.num_sources - self._num_grouped
-        )
+        newer = place.num_sources - (place.num_grouped if self.priors else 0)
+        return ops.fuses_boundary(self.backend, self.example, newer)
 
-    @property
-    def _num_grouped(self) -> int:
-        """Sources that phase 1 has read for the place ahead; only what came since is left."""
-        return self.place.num_grouped if self.priors else 0
-
-    @property
-    def _example(self) -> Tensor:
-        held = self.sources[0] if self.sources else self.state
-        assert held is not None
-        return held
-
-    def _route(self, site: SiteParameters | None) -> tuple[Tensor, ResidualStream]:
+    def _route(self, place: Place, site: SiteParameters | None) -> tuple[Tensor, ResidualStream]:
         """With nothing pending."""
-        plan, place = self.plan, self.place
         if not place.reads_mix:
             return self.value, self
         if site is None and place.has_site:
@@ -191,47 +184,37 @@ class ResidualStream:
             )
         if place.has_query:
             assert site is not None
-            x, after = self._mix(site, None)
+            x, after = self._mix(place, site, None)
         else:
             (x,), after = self.visible(), self
         if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
             return self.state + site.gate.to(x.dtype) * x, after
-        if place.has_query:
-            return x, after
-        if plan.adds_state or plan.sums_sources:
-            x = self.value + x
-        return (x if place.scale == 1.0 else x * place.scale), after
+        if not place.has_query:
+            if self.plan.adds_state or self.plan.sums_sources:
+                x = self.value + x
+            x = x if place.scale == 1.0 else x * place.scale
+        return x, after
 
-    def _mix(self, site: SiteParameters, norm: PreNorm | None) -> tuple[Tensor, ResidualStream]:
+    def _mix(
+        self, place: Place, site: SiteParameters, norm: PreNorm | None
+    ) -> tuple[Tensor, ResidualStream]:
         """Push what is pending, mix over everything visible (or, after a group's phase 1, what came
         since) and apply the norm."""
-        plan, place, finished = self.plan, self.place, self._num_grouped
-        prior, prior_lse = self.priors[0] if self.priors else (None, None)
-        sources, output, partial = self.sources, self.pending, self.partial
-        reads_newest = place.num_sources > len(sources)
-        residual = self.state if plan.adds_state and not place.has_gate else None
-        if output is None:
-            sources, partial = self.visible(), None
-        if plan.sums_sources and not reads_newest:
-            # the block's sum takes the place of the state: x is it and what the sources give
-            residual, partial = self.partial, None
-            if residual is None:
-                residual, output = output, None
+        plan, pending = self.plan, self.pending
+        prior, prior_lse, grouped = None, None, 0
+        if self.priors:
+            (prior, prior_lse), grouped = self.priors[0], place.num_grouped
+        reads_newest = place.num_sources > len(self.sources)
+        sources, residual, output, partial = self._parts(place, reads_newest)
         hands_on = place.hands_on or (partial is not None and reads_newest)
-        norm_weight = None if norm is None else norm.weight
+        norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         mix = ops.Mix(
-            list(sources[finished:]),
-            site.query,  # pyright: ignore[reportArgumentType]
-            *(residual, prior, prior_lse, norm_weight, output, partial),
-            reads_last=output is not None and reads_newest,
-            eps=site.eps,
-            heads=site.heads,
-            slice_norm=site.head_norm == "slice",
-            offset=plan.weight_offset,
-            scale=1.0 if place.has_gate else place.scale,
-            norm_eps=0.0 if norm is None else norm.eps,
-            dtype=self._example.dtype,
+            list(sources[grouped:]),
+            *(site.query, residual, prior, prior_lse, norm_weight, output, partial),  # pyright: ignore
+            *(output is not None and reads_newest, site.eps, site.heads, site.slice_norm),
+            *(plan.weight_offset, 1.0 if place.has_gate else place.scale),
+            *(norm_eps, self.example.dtype),
         )
         wants = ops.Wants(
             x=norm_weight is None,
@@ -240,15 +223,30 @@ class ResidualStream:
             state=hands_on and residual is not None,
         )
         made = ops.boundary(mix, site.key_weight, wants, self.backend)
-        x = made.y if made.x is None else made.x
-        assert x is not None
-        x = x if norm is None or norm_weight is not None else norm.apply(x)
-        if self.pending is None and made.sources is mix.sources:
+        x: Any = made.y if made.x is None else made.x
+        if norm is not None and norm_weight is None:
+            x = norm.apply(x)
+        if pending is None and made.sources is mix.sources:
             return x, self
-        return x, self._after((*sources[:finished], *made.sources), made, reads_newest)
+        return x, self._after(place, (*sources[:grouped], *made.sources), made, reads_newest)
+
+    def _parts(self, place: Place, reads_newest: bool) -> tuple[Any, ...]:
+        """Sources, residual, output and partial of the mix at the place ahead."""
+        plan, output, partial = self.plan, self.pending, self.partial
+        sources, residual = self.sources, None
+        if plan.adds_state and not place.has_gate:
+            residual = self.state
+        if output is None:
+            sources, partial = self.visible(), None
+        if plan.sums_sources and not reads_newest:
+            # the block's sum takes the place of the state: x is it and what the sources give
+            residual, partial = self.partial, None
+            if residual is None:
+                residual, output = output, None
+        return sources, residual, output, partial
 
     def _after(
-        self, handed: tuple[Tensor, ...], made: ops.Boundary, reads_newest: bool
+        self, place: Place, handed: tuple[Tensor, ...], made: ops.Boundary, reads_newest: bool
     ) -> ResidualStream:
         """The stream with what a mix has ``handed`` on and ``made`` of what was pending."""
         is_sum = self.plan.sums_sources and not reads_newest
@@ -261,58 +259,68 @@ class ResidualStream:
         newest = made.state if is_sum else made.last
         if newest is None:  # a block of one that nobody reads
             newest = self.pending
-        if self.place.starts_block:
+        sources, partial = (handed, newest)
+        if place.starts_block:
             sources, partial = (*handed, newest), None
-        else:
-            sources, partial = handed, newest
         return replace(self, sources=sources, partial=partial, state=state, pending=None)
 
     def push(self, output: Tensor) -> ResidualStream:
         """The stream after a sublayer added ``output``."""
         plan, index = self.plan, self.index
-        if index >= plan.num_sublayers:
+        place = plan.places[index]
+        if index + 1 >= len(plan.places):
             raise DepthrouteError(
                 f"the plan has {plan.num_sublayers} sublayers and all were pushed; resolve the "
                 "routing configuration for the number of layers that are run"
             )
-        _check_tensor(f"what {self.place.name} pushed", output)
         if self.observer is not None:
+            _check_tensor(f"what {place.name} pushed", output)
             output = self.observer.on_push(self, output)
         if self.pending is not None:
             return self.settled().push(output)
-        held = self._example
-        if output.shape != held.shape:
+        output = self._checked(place, output)
+        noted = replace(self, index=index + 1, pending=output, priors=self.priors[1:])
+        return noted if noted._fuses(plan.places[index + 1]) else noted.settled()
+
+    def _checked(self, place: Place, output: Tensor) -> Tensor:
+        """In the stream's dtype: under autocast a sublayer's output is narrower."""
+        held = self.example
+        is_alike = isinstance(output, Tensor) and output.shape == held.shape
+        if not is_alike or output.dtype != held.dtype:
+            _check_tensor(f"what {place.name} pushed", output)
+        if not is_alike:
             raise DepthrouteError(
-                f"{self.place.name} pushed an output of shape {tuple(output.shape)} onto a "
+                f"{place.name} pushed an output of shape {tuple(output.shape)} onto a "
                 f"stream of {tuple(held.shape)}; a sublayer must keep the shape"
             )
-        output = output.to(held.dtype)  # under autocast a sublayer's output is narrower
-        noted = replace(self, index=index + 1, pending=output, priors=self.priors[1:])
-        return noted if noted._fuses() else noted.settled()
+        if output.device != held.device:
+            raise DepthrouteError(
+                f"{place.name} pushed an output on {output.device} onto a stream on "
+                f"{held.device}; move one of them (stream.to(device))"
+            )
+        return output if output.dtype == held.dtype else output.to(held.dtype)
 
     def settled(self) -> ResidualStream:
         """The stream with a pending output added."""
-        if self.pending is None:
+        output = self.pending
+        if output is None:
             return self
-        plan, output, closes = self.plan, self.pending, self.place.starts_block
+        place, stores = self.place, self.plan.stores
         state = None if self.state is None else self.state + output
         sources, partial = self.sources, None
-        if plan.chooses and plan.sources == "reference":
-            # released code: before the first sublayer of a block is added, store h - last source
-            if plan.places[self.index - 1].starts_block:
-                assert self.state is not None
-                sources += (self.state - sources[-1] if sources else self.state,)
-        elif plan.chooses and plan.sources == "cumulative":
-            if closes:
-                assert state is not None
-                sources += (state,)
-        elif plan.chooses:
+        if stores == "deltas":
             partial = output if self.partial is None else self.partial + output
-            if closes:
+            if place.starts_block:
                 sources, partial = (*sources, partial), None
+        elif stores == "states" and place.starts_block:
+            assert state is not None
+            sources += (state,)
+        elif stores == "reference" and self.plan.places[self.index - 1].starts_block:
+            # released code: before the first sublayer of a block is added, store h - last source
+            assert self.state is not None
+            sources += (self.state - sources[-1] if sources else self.state,)
         after = replace(self, sources=sources, partial=partial, state=state, pending=None)
-        group = self.place.opens_group
-        return after if group is None else after._open_group(group)
+        return after if place.opens_group is None else after._open_group(place.opens_group)
 
     def _open_group(self, group: range) -> ResidualStream:
         """Phase 1 for the group that starts here, if the queries ahead are known."""
@@ -357,10 +365,10 @@ class ResidualStream:
         there = pytree.tree_map_only(Tensor, moved, {name: getattr(self, name) for name in names})
         sites = None if self.sites is None else self.sites.to(device, non_blocking)
         stream = replace(self, **there, sites=sites)
-        is_same = stream._example.device == self._example.device
+        is_same = stream.example.device == self.example.device
         if is_same or not self.plan.chooses:
             return stream
-        return replace(stream, backend=_chosen_backend(stream._example))
+        return replace(stream, backend=_chosen_backend(stream.example))
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""

@@ -140,21 +140,24 @@ def _with_prior(
 @_unrounded
 def mix_forward(mix: Mix) -> MixResults:
     query, heads, scale, shape = mix.query, mix.heads, mix.scale, mix.example.shape
-    sources, dtype, width = [_rows(s) for s in mix.sources], query.dtype, shape[-1]
+    dtype, width = query.dtype, shape[-1]
+    sources = mix.sources if len(shape) == 2 else [_rows(s) for s in mix.sources]
     stats = query.new_empty(*shape[:-1], mix.num_scores)
     rstd, logits = _split(stats, len(sources), _parts(heads, mix.slice_norm), heads)
     if sources:  # there may be a finished group with nothing newer
         _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
     weights = _weights(logits, mix.offset, scale)
-    terms = [(_spread(w, width), _as(v, dtype)) for w, v in zip(weights, values, strict=True)]
-    weight, value = terms[0]
+    if heads > 1:
+        weights = weights.repeat_interleave(width // heads, dim=-1)
+    weight, *weights = weights.unbind()
+    value, *values = [v if v.dtype == dtype else v.to(dtype) for v in values]
     if mix.residual is None:
         x = weight * value
     else:
         start = _as(_rows(mix.residual), dtype)
         x = torch.addcmul(start if scale == 1.0 else start * scale, weight, value)
-    for weight, value in terms[1:]:
+    for weight, value in zip(weights, values, strict=True):
         x.addcmul_(weight, value)
     return stats, [_as(x, mix.dtype).view(shape)]
 

@@ -39,7 +39,8 @@ class BackendChoice(NamedTuple):
 
 
 _announced: set[BackendChoice] = set()
-_ran: Counter[tuple[str, str]] = Counter()
+RUNS: Counter[tuple[str, str]] = Counter()
+"""Of every (op, backend), counted where it happens, compiled or not."""
 _setting: ContextVar[str] = ContextVar("depthroute.ops.backend", default="auto")
 _settings: list[str] = []
 """Those in force anywhere in this process: what compiled code reads and guards on, because Dynamo
@@ -94,25 +95,20 @@ def _in_force() -> str:
     return _setting.get()
 
 
-def ran(op: str, backend: str) -> None:
-    """Counts one run of an op's implementation; called where it happens, compiled or not."""
-    _ran[op, backend] += 1
-
-
 def ran_by_definition(op: str) -> None:
-    """The same for the reference, which a compiler looks into: a graph of it is not counted."""
+    """Counts a run of the reference, which a compiler looks into: a graph of it is not counted."""
     if not torch.compiler.is_compiling():
-        ran(op, "reference")
+        RUNS[op, "reference"] += 1
 
 
 @contextlib.contextmanager
 def record_backends() -> Iterator[Counter[tuple[str, str]]]:
     """Counts of (op, backend) inside the block: what really ran, for tests and benchmarks."""
-    before, seen = _ran.copy(), Counter()
+    before, seen = RUNS.copy(), Counter()
     try:
         yield seen
     finally:
-        seen.update(_ran - before)
+        seen.update(RUNS - before)
 
 
 def triton_obstacle(

@@ -224,6 +224,7 @@ def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | N
     ctx.scale, ctx.reads_last = mix.scale, mix.reads_last
     ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
     ctx.state_dtype = None if mix.residual is None else mix.residual.dtype
+    ctx.adds_output = ctx.pushes and mix.residual is not None
 
 
 def _gradients(
@@ -240,58 +241,43 @@ def _gradients(
     norm_weight, x, low, stats, *sources = saved
     if grad_y is None:
         norm_weight = None
-    pushes, reads_last, has_state = ctx.pushes, ctx.reads_last, ctx.state_dtype is not None
-    if reads_last:
+    if ctx.reads_last:
         carried = [*carried, grad_last]
     # without a norm or a push the residual's gradient is the incoming one, and costs nothing
-    state_dtype = ctx.state_dtype if grad_y is not None or pushes else None
-    writes_output = pushes and has_state and (reads_last or grad_last is not None)
-    record = MixBackward(
+    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
+    back = MixBackward(
         grad,
         [] if grad_y is None else [grad_y],
         None if state_dtype is None else grad_state,
-        None if reads_last else grad_last,
+        None if ctx.reads_last else grad_last,
         gathered(carried, sources),
-        sources,
-        q,
-        prior,
-        prior_lse,
-        norm_weight,
-        x,
-        low,
-        stats,
-        ctx.heads,
-        ctx.slice_norm,
-        ctx.offset,
-        ctx.scale,
-        reads_last,
-        writes_output,
+        *(sources, q, prior, prior_lse, norm_weight, x, low, stats),
+        *(ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale, ctx.reads_last),
+        ctx.adds_output and (ctx.reads_last or grad_last is not None),
         ctx.mixes_again and norm_weight is not None,
         state_dtype,
     )
     op = BACKWARD[ctx.backend]
     # where a graph of this is wanted, the op raises on every way back through it
-    results = op.dispatched(*record) if torch.is_grad_enabled() else op(record)
-    dsources, dweights, others = results[0], results[1], iter(results[2])
-    dprior = dprior_lse = dstate = doutput = dnorm = None
-    if prior is not None:
-        dprior, dprior_lse = next(others), next(others)
+    dsources, dweights, others = op.dispatched(*back) if torch.is_grad_enabled() else op(back)
+    rest = iter(others)
+    dprior, dprior_lse = (None, None) if prior is None else (next(rest), next(rest))
+    dstate = doutput = None
     if state_dtype is not None:
-        dstate = next(others)
-        doutput = next(others) if writes_output else None
-    elif has_state:
-        assert grad is not None
+        dstate = next(rest)
+    elif ctx.state_dtype is not None and grad is not None:
         dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
         dstate = _sum(dstate, grad_state)
-    if norm_weight is not None:
-        dnorm = dweights[1].to(norm_weight.dtype)
     dlast = grad_last
-    if reads_last:
+    if ctx.reads_last:
         *dsources, dlast = dsources
-    if pushes and not writes_output:
-        doutput = dstate if has_state else dlast
-    dpartial = dlast if ctx.has_partial else None
+    if back.writes_output:
+        doutput = next(rest)
+    elif ctx.pushes:
+        doutput = dlast if dstate is None else dstate
+    dnorm = None if norm_weight is None else dweights[1].to(norm_weight.dtype)
     of_query = unfolded(dweights[0], query, key_weight)
+    dpartial = dlast if ctx.has_partial else None
     return dsources, of_query, dstate, dprior, dprior_lse, dnorm, doutput, dpartial
 
 

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import torch
 from torch.utils import _pytree as pytree
 
-from depthroute.ops.backends import ran
+from depthroute.ops.backends import RUNS
 from depthroute.ops.private.transforms import no_derivative
 
 _library = torch.library.Library("depthroute", "FRAGMENT")
@@ -53,11 +53,11 @@ class Op:
         CPU, and only a compiler needs it."""
         if self.is_opaque or torch.compiler.is_compiling():
             return self.dispatched(*record)
-        ran(*self.counted)
+        RUNS[self.counted] += 1
         return self.function(record)
 
     def _run(self, *arguments: Any) -> Any:
-        ran(*self.counted)
+        RUNS[self.counted] += 1
         results = self.function(self.record._make(arguments))
         if self.is_opaque:
             return results
