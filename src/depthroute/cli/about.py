@@ -1,7 +1,5 @@
 """`depthroute presets` and `depthroute env`: what there is and what is here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """The application object, what every command shares, and the entry point."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """`depthroute bench`: measurements that check before they time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +102,23 @@ def _cell(name: str, value: Any) -> str:
 
 
 @dataclass(frozen=True)
+class StepOptions:
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Sequences; left out, 16,384 tokens or the preset's step if less."
+        ),
+    ] = None
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sequence; left out, the preset's.")
+    ] = None
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
+    ] = 8
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     preset: Preset = "delta-0.6b"
     methods: Annotated[
@@ -149,23 +164,6 @@ class ModelOptions:
             device=str(where),
             dtype=dtype,
         )
-
-
-@dataclass(frozen=True)
-class StepOptions:
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Sequences; left out, 16,384 tokens or the preset's step if less."
-        ),
-    ] = None
-    sequence_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence; left out, the preset's.")
-    ] = None
-    steps: Annotated[
-        int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
-    ] = 8
-    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
 
 
 @bench.command(epilog="Example: `depthroute bench ops --shapes 9x2048,33x4096 --out op.json`")

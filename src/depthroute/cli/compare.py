@@ -1,7 +1,5 @@
 """`depthroute compare`."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`depthroute convert`: a pretrained checkpoint to a routed one, with its proof of identity."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`depthroute eval`: perplexity of a text and benchmark tasks."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
@@ -154,6 +151,8 @@ def _measured(
     model: Any, tokenizer: Any, content: str, options: PerplexityOptions, batch_size: int
 ) -> Any:
     """With a progress bar on stderr."""
+    from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
     from depthroute.evaluate.perplexity import text_perplexity
 
     columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[seen]} tokens left"))

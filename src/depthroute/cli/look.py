@@ -1,7 +1,5 @@
 """`depthroute inspect`, `generate` and `report`: what a model routes, says and learned."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,14 +1,12 @@
 """What the commands that train share: groups of options, the bars they show, how to go on."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 from rich.console import Console
@@ -187,7 +185,7 @@ class Watching:
         self.console, self.bar = console, training_bar(console)
         self.task: Any = None
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """`depthroute train` and `depthroute finetune`: one loop, from scratch or from a checkpoint."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Annotated, Any
