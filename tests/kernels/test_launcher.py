@@ -21,7 +21,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from depthroute.bench import gate, kernels
+from bench import kernels
+from depthroute.bench import accuracy
 from depthroute.ops._triton import attention_launch, layout, mix_launch
 from depthroute.ops.private import launcher
 from tests.kernels.hopper import HopperDriver
@@ -370,7 +371,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", noted)
     monkeypatch.setattr(layout, "_num_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(gate, "check", lambda mix, given: gate.Verdict(1.0, 0.0, "x"))
+    monkeypatch.setattr(accuracy, "check", lambda mix, given: accuracy.Verdict(1.0, 0.0, "x"))
     monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)
     return seen
 

@@ -1,7 +1,5 @@
 """`depthroute presets` and `depthroute env`: what there is and what is here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.table import Table
@@ -16,16 +14,15 @@ def presets(as_json: AsJson = False) -> None:
     from depthroute.presets import PRESETS
 
     if as_json:
-        print_json([p.to_dict() for p in PRESETS.values()])
+        print_json([p.to_dict() | {"method": p.routing.name} for p in PRESETS.values()])
         return
     table = Table()
-    for name in ("preset", "what it is", "routing", "steps", "lr"):
+    for name in ("preset", "what it is", "method", "steps", "lr"):
         table.add_column(name)
     for preset in PRESETS.values():
-        routing = ", ".join(f"{key}={value}" for key, value in preset.routing.to_dict().items())
-        recipe = preset.recipe
+        recipe, method = preset.recipe, preset.routing.name
         table.add_row(
-            preset.name, preset.summary, routing, str(recipe.steps or "-"), str(recipe.lr or "-")
+            preset.name, preset.summary, method, str(recipe.steps or "-"), str(recipe.lr or "-")
         )
     PlainConsole().print(table)
 
@@ -35,18 +32,18 @@ def env(as_json: AsJson = False) -> None:
     """Versions, devices, and which backend each operator uses here and why."""
     from depthroute.train import environment
 
-    found: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
+    about: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
     if as_json:
-        print_json(found)
+        print_json(about)
         return
     console = output()
-    commit = f" (commit {found['commit']})" if found["commit"] else ""
-    console.print(f"depthroute {found['depthroute']}{commit}")
-    console.print(f"python {found['python']} on {found['platform']}")
-    for name, version in found["packages"].items():
+    commit = f" (commit {about['commit']})" if about["commit"] else ""
+    console.print(f"depthroute {about['depthroute']}{commit}")
+    console.print(f"python {about['python']} on {about['platform']}")
+    for name, version in about["packages"].items():
         console.print(f"{name} {version or 'not installed'}")
-    for device in found["devices"]:
+    for device in about["devices"]:
         details = ", ".join(f"{k} {v}" for k, v in device.items() if k not in ("device", "name"))
         console.print(f"{device['device']}: {device['name']}, {details}")
-    for choice in found["backends"]:
+    for choice in about["backends"]:
         console.print(f"{choice['op']}: {choice['backend']} ({choice['reason']})")

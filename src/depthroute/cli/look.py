@@ -1,18 +1,15 @@
 """`depthroute inspect`, `generate` and `report`: what a model routes, says and learned."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, TrustRemoteCode, app
+from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
 from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output, print_json
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
 @app.command(epilog="Example: `depthroute inspect ./smol-delta --text wiki.txt`")
@@ -57,27 +54,28 @@ def inspect(
         routed, tokenizer = load(
             model, device, needs_routing=True, trust_remote_code=trust_remote_code
         )
+        method = routed.config.routing_config().name
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
         if ids.shape[1] < 2:
             raise ConfigError(
                 f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "
                 "at least 2; give a longer one"
             )
-        found = record(
+        routing = record(
             trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
         )
-    if (site := first_not_finite(found)) is not None:
+    if (site := first_not_finite(routing)) is not None:
         raise CheckpointError(
             f"the routing weights of {model!r} are no numbers at {site}: it diverged in training "
             "or its file is damaged"
         )
     if as_json:
-        print_json({"model": model, "num_tokens": ids.numel()} | found)
+        print_json({"model": model, "method": method, "num_tokens": ids.numel()} | routing)
         return
     console = PlainConsole(highlight=False)
-    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
-    console.print(f"{model}: loss {loss} over {ids.numel()} tokens", soft_wrap=True)
-    console.print(routing_map(found, console))
+    loss = "not finite" if routing["loss"] is None else f"{routing['loss']:.4f}"
+    console.print(f"{model} ({method}): loss {loss} over {ids.numel()} tokens", soft_wrap=True)
+    console.print(routing_map(routing, console))
 
 
 @app.command(epilog='Example: `depthroute generate ./smol-delta --prompt "The depth of"`')
@@ -99,7 +97,7 @@ def generate(
     from depthroute.models.generation import check_sampling, continue_prompt
 
     check_sampling(temperature, top_k, top_p, seed)
-    given = _standard_input() if prompt == "-" else prompt
+    start = _standard_input() if prompt == "-" else prompt
     with notes().status("loading the model"):
         loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
 
@@ -107,12 +105,12 @@ def generate(
         if not as_json:
             print(for_stdout(piece), end="", flush=True)
 
-    show(given)
+    show(start)
     try:
         text = continue_prompt(
             loaded,
             tokenizer,
-            given,
+            start,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -123,7 +121,7 @@ def generate(
     finally:
         show("\n")  # an error begins on a line of its own
     if as_json:
-        print_json({"model": model, "prompt": given, "text": text})
+        print_json({"model": model, "prompt": start, "text": text})
 
 
 def _standard_input() -> str:

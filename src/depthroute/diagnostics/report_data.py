@@ -9,7 +9,7 @@ from typing import Any
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
 from depthroute.diagnostics.record import first_not_finite
 from depthroute.diagnostics.run_files import read_run
-from depthroute.train.methods import BASELINE
+from depthroute.methods import BASELINE
 from depthroute.train.shape import is_finite, jsonable
 from depthroute.visible import visible
 
@@ -87,29 +87,13 @@ def _series(
     records: list[dict[str, Any]],
     traces: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    method, train = row["method"], run["config"]["train"]
-    steps = (r["tokens"] for r in records if r["event"] == "step" and r["tokens"])
-    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
-    validation = _by_seed(records, "validation", method)
-    training = {
-        seed: _thin({step + 1: loss for step, loss in curve.items()})
-        for seed, curve in _by_seed(records, "step", method).items()
-    }
-    baseline = _standard_beside(records, method)
-    paired = {
-        seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
-        for seed, curve in validation.items()
-        if seed in baseline and method != BASELINE
-    }
+    method = row["method"]
     is_alone = len(run["summary"]["rows"]) == 1  # a run of one model need not name it
-    mine = [t for t in traces if is_alone or t["method"] == method]
-    drawable = [t for t in mine if first_not_finite(t) is None]
-    memory = _peak(mine)
+    own = [t for t in traces if is_alone or t["method"] == method]
+    drawable = [t for t in own if first_not_finite(t) is None]
+    memory = _peak(own)
     standard = _peak([t for t in traces if t.get("method", method) == BASELINE])
-    return {
-        "validation": _curve(validation, tokens_per_step),
-        "training": _curve(training, tokens_per_step),
-        "difference": _curve(paired, tokens_per_step) if paired else None,
+    return _curves(method, run["config"]["train"], records) | {
         "cost": {
             "tokens_per_second": row["tokens_per_second"],
             "relative_speed": row["relative_speed"],
@@ -120,13 +104,37 @@ def _series(
     }
 
 
+def _curves(
+    method: str, train: dict[str, Any], records: list[dict[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Losses of one method by step: held out, on the batches, and against standard."""
+    steps = (r["tokens"] for r in records if r["event"] == "step" and r["tokens"])
+    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
+    validation = _by_seed(records, "validation", method)
+    training = {
+        seed: _thin({step + 1: loss for step, loss in curve.items()})
+        for seed, curve in _by_seed(records, "step", method).items()
+    }
+    standard = {} if method == BASELINE else _standard_beside(records, method)
+    paired = {
+        seed: {s: v - standard[seed][s] for s, v in curve.items() if s in standard[seed]}
+        for seed, curve in validation.items()
+        if seed in standard
+    }
+    return {
+        "validation": _curve(validation, tokens_per_step),
+        "training": _curve(training, tokens_per_step),
+        "difference": _curve(paired, tokens_per_step) if paired else None,
+    }
+
+
 def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int, dict[int, float]]:
-    found: dict[int, dict[int, float]] = {}
+    losses: dict[int, dict[int, float]] = {}
     for record in records:
         is_mine = record["event"] == event and record["method"] == method
         if is_mine and is_finite(record["loss"]):
-            found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
-    return found
+            losses.setdefault(record["seed"], {})[record["step"]] = record["loss"]
+    return losses
 
 
 def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
@@ -134,8 +142,8 @@ def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, di
 
     With equal time the two are at other steps then, but in the same round.
     """
-    found = [r for r in records if r["event"] == "validation" and is_finite(r["loss"])]
-    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in found}
+    validations = [r for r in records if r["event"] == "validation" and is_finite(r["loss"])]
+    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in validations}
     beside: dict[int, dict[int, float]] = {}
     for (label, seed, place), record in places.items():
         standard = places.get((BASELINE, seed, place))

@@ -100,33 +100,12 @@ def _map(
     x0, y0 = left + 40, 42.0
     wide = min(_COLUMN, (width - 56) / len(used))
     parts = [text(left + 4, 15, words, size=13, kind="ink")]
-    by_level: dict[int, list[str]] = {}
-    figures = []
-    for site in sites:
-        row = site["layer"] - first
-        y, below = y0 + row * height, y0 + (row + 1) * height
-        for position, weight in zip(site["sources"], site["weights"], strict=True):
-            x, level = x0 + column[position] * wide, level_of(weight)
-            # neighbours share their edges to the digit, or hairlines would show between them
-            cell = f"M{x:.1f} {y:.1f}H{x + wide:.1f}V{below:.1f}H{x:.1f}z"
-            by_level.setdefault(level, []).append(cell)
-            if wide >= 26 and height >= 14:
-                shown = f"{weight:.2f}".removeprefix("0")
-                kind = "over" if level > 0.6 * LEVELS else "under"
-                color = "#ffffff" if kind == "over" else INK
-                figures.append(
-                    f'<text class="{kind}" x="{x + wide / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" '
-                    f'fill="{color}">{shown}</text>'
-                )
-    colors = ramp()
-    parts.append('<g shape-rendering="crispEdges">')
-    parts += [
-        f'<path class="w{level}" fill="{colors[level]}" d="{"".join(cells)}"/>'
-        for level, cells in sorted(by_level.items())
+    cells = [
+        (column[position], site["layer"] - first, weight)
+        for site in sites
+        for position, weight in zip(site["sources"], site["weights"], strict=True)
     ]
-    parts.append("</g>")
-    if figures:
-        parts.append(f'<g font-size="9.5" text-anchor="middle">{"".join(figures)}</g>')
+    parts += _cells(cells, (x0, y0, wide, height))
     bottom = y0 + len(rows) * height
     parts += _rows(rows, x0, y0, height, first)
     parts += _columns([names[p] for p in used], x0, bottom, wide)
@@ -142,6 +121,37 @@ def _map(
         "sites": [site and site["name"] for site in rows],
     }
     return "".join(parts), hover
+
+
+def _cells(
+    cells: list[tuple[int, int, float]], place: tuple[float, float, float, float]
+) -> list[str]:
+    """Of column, row and weight each: one path a shade, and numbers where there is room."""
+    x0, y0, wide, height = place
+    by_level: dict[int, list[str]] = {}
+    figures = []
+    for column, row, weight in cells:
+        x, level = x0 + column * wide, level_of(weight)
+        y, below = y0 + row * height, y0 + (row + 1) * height
+        # neighbours share their edges to the digit, or hairlines would show between them
+        path = f"M{x:.1f} {y:.1f}H{x + wide:.1f}V{below:.1f}H{x:.1f}z"
+        by_level.setdefault(level, []).append(path)
+        if wide >= 26 and height >= 14:
+            kind = "over" if level > 0.6 * LEVELS else "under"
+            color = "#ffffff" if kind == "over" else INK
+            figures.append(
+                f'<text class="{kind}" x="{x + wide / 2:.1f}" y="{y + height / 2 + 3.5:.1f}" '
+                f'fill="{color}">{f"{weight:.2f}".removeprefix("0")}</text>'
+            )
+    colors = ramp()
+    shades = [
+        f'<path class="w{level}" fill="{colors[level]}" d="{"".join(paths)}"/>'
+        for level, paths in sorted(by_level.items())
+    ]
+    parts = ['<g shape-rendering="crispEdges">', *shades, "</g>"]
+    if figures:
+        parts.append(f'<g font-size="9.5" text-anchor="middle">{"".join(figures)}</g>')
+    return parts
 
 
 def _every(size: float, room: float) -> int:
