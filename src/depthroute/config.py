@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from depthroute import schedule
+from depthroute import methods, schedule
 from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
 from depthroute.errors import ConfigError
 from depthroute.plan import CHOOSING, Plan
@@ -110,11 +110,11 @@ class RoutingConfig:
                 CHOOSING,
             ),
         }
-        for name, methods in only_for.items():
-            if name in given and self.method not in methods:
+        for name, users in only_for.items():
+            if name in given and self.method not in users:
                 raise ConfigError(
                     f"routing.{name}={getattr(self, name)!r} has no meaning for "
-                    f"method={self.method!r}; it belongs to {' and '.join(methods)}. Leave it out"
+                    f"method={self.method!r}; it belongs to {' and '.join(users)}. Leave it out"
                 )
         allowed = {
             "standard": ("paper", "complete"),
@@ -141,6 +141,16 @@ class RoutingConfig:
         check_object("routing setting", values, [f.name for f in fields(cls)])
         return cls(**values)
 
+    @classmethod
+    def named(cls, name: str, **settings: Any) -> RoutingConfig:
+        """What a name such as ``delta-block`` or ``delta:heads=4`` stands for."""
+        return cls.from_dict(methods.settings_of(name, settings))
+
+    @property
+    def name(self) -> str:
+        """What commands, runs and reports call it; :meth:`named` takes it back."""
+        return methods.name_of(self.to_dict())
+
     def resolve(
         self,
         num_layers: int,
@@ -163,3 +173,26 @@ class RoutingConfig:
             converting=converting,
             sublayers=sublayers,
         )
+
+
+@dataclass(frozen=True)
+class Method:
+    """One of several that are compared, under the name it is shown by."""
+
+    label: str
+    routing: RoutingConfig
+
+
+def parse_methods(text: str) -> tuple[Method, ...]:
+    """``"standard,delta:heads=4:init=complete"`` as methods, each named once."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise ConfigError(f"no methods in {text!r}; known: {', '.join(methods.NAMES)}")
+    routings = [RoutingConfig.named(name) for name in names]
+    for name, routing in zip(names, routings, strict=True):
+        if routings.count(routing) > 1:
+            also = "" if name == routing.name else f", as {name!r} too"
+            raise ConfigError(
+                f"method {routing.name!r} is named twice{also}; name each method once"
+            )
+    return tuple(Method(routing.name, routing) for routing in routings)

@@ -89,7 +89,7 @@ _DELTA_RECIPE = {
 def _delta(
     size: str,
     shape: tuple[int, int, int, int, int, int],
-    routing: RoutingConfig,
+    method: str,
     **recipe: Any,
 ) -> Preset:
     width, layers, heads, kv_heads, ffn, head_dim = shape
@@ -108,7 +108,7 @@ def _delta(
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
         },
-        routing=routing,
+        routing=RoutingConfig.named(method),
         recipe=Recipe(**_DELTA_RECIPE | recipe),
     )
 
@@ -130,7 +130,7 @@ def _depth_attention(size: str, shape: tuple[int, int, int, int, int]) -> Preset
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
         },
-        routing=RoutingConfig(method="depth_attention", stride=layers // 2),
+        routing=RoutingConfig.named(f"depth-attention:stride={layers // 2}"),
         recipe=Recipe(),  # the paper's 32B tokens of the Pile are known, its rates are not
     )
 
@@ -150,7 +150,7 @@ _TINY = Preset(
         "tie_word_embeddings": True,
         "initializer_range": 0.1,  # 0.02 suits wide models; here it cost 0.32 nats after 300 steps
     },
-    routing=RoutingConfig(method="delta"),
+    routing=RoutingConfig.named("delta"),
     recipe=Recipe(
         steps=250,
         tokens_per_step=1024,
@@ -176,7 +176,7 @@ _100M = Preset(
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
     },
-    routing=RoutingConfig(method="delta"),
+    routing=RoutingConfig.named("delta"),
     recipe=Recipe(
         steps=800,
         tokens_per_step=65_536,
@@ -193,14 +193,14 @@ PRESETS: dict[str, Preset] = {
         _TINY,
         _100M,
         # width, layers, heads, key-value heads, feed-forward, head_dim
-        _delta("220m", (768, 12, 12, 4, 3072, 64), RoutingConfig(method="delta")),
-        _delta("533m", (1024, 24, 16, 8, 4096, 64), RoutingConfig(method="delta")),
-        _delta("1044m", (1280, 36, 20, 4, 5120, 64), RoutingConfig(method="delta")),
-        _delta("0.6b", (1024, 28, 16, 8, 3072, 128), RoutingConfig(method="delta", num_blocks=28)),
+        _delta("220m", (768, 12, 12, 4, 3072, 64), "delta"),
+        _delta("533m", (1024, 24, 16, 8, 4096, 64), "delta"),
+        _delta("1044m", (1280, 36, 20, 4, 5120, 64), "delta"),
+        _delta("0.6b", (1024, 28, 16, 8, 3072, 128), "delta:num_blocks=28"),
         _delta(
             "7.57b",
             (4096, 36, 32, 8, 12_288, 128),
-            RoutingConfig(method="delta", num_blocks=4),
+            "delta-block",
             tokens_per_step=131_072,
             lr=3e-4,
             min_lr=3e-5,

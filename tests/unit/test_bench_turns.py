@@ -5,7 +5,7 @@ import torch
 
 from depthroute.bench import breakdown, step, timing, turns
 from depthroute.bench.record import Record
-from depthroute.train.methods import parse_method
+from depthroute.config import RoutingConfig
 
 CUDA = torch.device("cuda")
 JOBS = step.jobs("standard,delta,attnres-full,depth-attention")
@@ -190,7 +190,7 @@ def test_peak_memory_is_a_methods_own_whatever_lies_beside_it(monkeypatch, other
         preset="tiny", batch_size=1, sequence_length=8, layers=1, eager=True, device="cpu",
         dtype="float32",
     )  # fmt: skip
-    trainer = step.Trainer(settings, "delta", parse_method("delta").routing)
+    trainer = step.Trainer(settings, "delta", RoutingConfig("delta"))
     trainer.warm_up(1)
     mine = 4 * 3 * sum(p.numel() for p in trainer.model.parameters())
     activations = 5_000_000

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from depthroute import diagnostics, presets
+from depthroute.config import parse_methods
 from depthroute.errors import CheckpointError
 from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.data import TokenData
-from depthroute.train.methods import parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
 

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent.parent
 
 # leftmost first; names in one group may import each other
 ORDER = [
-    {"_version", "errors", "checks", "files", "plan", "schedule", "config", "visible"},
+    {"_version", "errors", "checks", "files", "methods", "plan", "schedule", "config", "visible"},
     {"ops"},
     {"nn"},
     {"models", "presets"},

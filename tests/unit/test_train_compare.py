@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from depthroute import diagnostics, presets
+from depthroute.config import RoutingConfig, parse_methods
 from depthroute.diagnostics.report import render
 from depthroute.diagnostics.report_data import collect
 from depthroute.errors import ConfigError
@@ -20,7 +21,6 @@ from depthroute.train.data import TokenData
 from depthroute.train.display import comparison_table, spread
 from depthroute.train.lockstep import fingerprint, rotated
 from depthroute.train.loop import Trainer
-from depthroute.train.methods import METHODS, parse_method, parse_methods
 from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
 from depthroute.train.summary import comparable_places, summarise
@@ -83,7 +83,7 @@ def test_a_method_that_draws_more_numbers_is_given_the_same_start():
     models = []
     for label in ("standard", "delta:loops=2"):
         torch.manual_seed(0)
-        models.append(presets.build(SMALL, parse_method(label).routing))
+        models.append(presets.build(SMALL, RoutingConfig.named(label)))
     with torch.no_grad():
         next(models[1].parameters()).add_(1.0)
     assert fingerprint(models[0]) != fingerprint(models[1])
@@ -94,7 +94,7 @@ def test_a_method_that_draws_more_numbers_is_given_the_same_start():
 def test_the_standard_method_in_lockstep_trains_as_it_does_alone(finished):
     run, _, _ = finished
     torch.manual_seed(1)
-    alone = Trainer(presets.build(SMALL, parse_method("standard").routing), SETTINGS)
+    alone = Trainer(presets.build(SMALL, RoutingConfig.named("standard")), SETTINGS)
     losses = [r.loss for r in alone.run(small().data, 1)]
     recorded = [r["loss"] for r in of(run, "step") if r["method"] == "standard" and r["seed"] == 1]
     assert losses == recorded
@@ -201,39 +201,6 @@ def test_the_order_rotates_so_that_each_method_comes_first_equally_often():
     assert sorted(rotated(["a", "b", "c"], 5)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("label", METHODS)
-def test_every_named_method_builds_on_the_tiny_preset(label):
-    presets.build("tiny", parse_method(label).routing, device="meta")
-
-
-def test_a_method_takes_changes_to_its_routing():
-    method = parse_method("attnres-block:block_size=2:heads=4:init=complete")
-    assert method.label == "attnres-block:block_size=2:heads=4:init=complete"
-    routing = method.routing
-    assert (routing.block_size, routing.num_blocks, routing.heads) == (2, None, 4)
-    assert routing.init == "complete"
-    assert parse_method("attnres").label == "attnres-block"
-    assert parse_method("depth_attention").label == "depth-attention"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("standrad", r"unknown method 'standrad'; did you mean 'standard'"),
-        ("delta,delta", r"method 'delta' is named twice"),
-        ("delta:heads", r"'heads' must be key=value"),
-        ("delta:heads=2:heads=4", r"heads is given twice"),
-        ("delta:method=attnres", r"its name says the method"),
-        ("attnres-block:block_size=2:num_blocks=3", r"both say how long a block is"),
-        ("delta:head=2", r"unknown routing setting 'head'; did you mean 'heads'"),
-        (" , ", r"no methods in"),
-    ],
-)
-def test_a_bad_method_is_refused_with_a_hint(text, message):
-    with pytest.raises(ConfigError, match=message):
-        parse_methods(text)
-
-
 def test_a_method_that_does_not_fit_the_model_is_refused_before_any_training():
     with pytest.raises(ConfigError, match=r"block_size=99 is larger than the model"):
         prepare.comparison(methods="standard,delta:block_size=99")
@@ -289,7 +256,7 @@ def test_peak_memory_counts_a_step_and_what_its_model_keeps_but_no_other_model(m
     meter = environment.MemoryMeter(torch.device("cuda"))
     assert meter.peak_bytes([torch.zeros(10), torch.zeros(5, dtype=torch.int8)]) == 700 + 45
     assert environment.MemoryMeter(torch.device("cpu")).peak_bytes([]) is None
-    trainer = Trainer(presets.build(SMALL, parse_method("delta").routing), SETTINGS)
+    trainer = Trainer(presets.build(SMALL, RoutingConfig.named("delta")), SETTINGS)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     trainer.take_step(small().data.batch(0, 0))
     kept = sum(t.numel() for t in trainer.resident_tensors() if t.ndim)

@@ -8,9 +8,9 @@ from tests.training import SETTINGS, SMALL, words
 from torch._dynamo.utils import counters
 
 from depthroute import diagnostics
+from depthroute.config import parse_methods
 from depthroute.errors import ConfigError
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.methods import parse_methods
 from depthroute.train.precompile import precompile
 from depthroute.train.run_directory import RunDirectory
 

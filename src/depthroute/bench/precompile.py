@@ -140,10 +140,10 @@ def _in_process(
 
 def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
     from depthroute.bench.step import Settings, Trainer
-    from depthroute.train.methods import parse_method
+    from depthroute.config import RoutingConfig
 
-    method = parse_method(task["method"])
-    trainer = Trainer(Settings(**task["settings"]), method.label, method.routing)
+    routing = RoutingConfig.named(task["method"])
+    trainer = Trainer(Settings(**task["settings"]), routing.name, routing)
     return {"seconds": trainer.warm_up(1), "compiler_caches": counts()}
 
 

@@ -14,11 +14,11 @@ import torch._dynamo.config as dynamo_config
 from depthroute import ops, presets
 from depthroute.bench import breakdown, gate, precompile, timing, turns
 from depthroute.bench.record import Record
-from depthroute.config import RoutingConfig
+from depthroute.config import RoutingConfig, parse_methods
 from depthroute.errors import ConfigError
+from depthroute.methods import BASELINE
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.environment import resident_tensors
-from depthroute.train.methods import BASELINE, parse_methods
 
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3

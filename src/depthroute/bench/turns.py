@@ -21,7 +21,7 @@ import torch
 from depthroute.bench import breakdown, timing
 from depthroute.bench.record import one_line
 from depthroute.config import RoutingConfig
-from depthroute.train.methods import BASELINE
+from depthroute.methods import BASELINE
 
 WARM_TURNS = 3
 """Before the clock starts: the device was idle while the last method was compiled."""

@@ -16,16 +16,15 @@ def presets(as_json: AsJson = False) -> None:
     from depthroute.presets import PRESETS
 
     if as_json:
-        print_json([p.to_dict() for p in PRESETS.values()])
+        print_json([p.to_dict() | {"method": p.routing.name} for p in PRESETS.values()])
         return
     table = Table()
-    for name in ("preset", "what it is", "routing", "steps", "lr"):
+    for name in ("preset", "what it is", "method", "steps", "lr"):
         table.add_column(name)
     for preset in PRESETS.values():
-        routing = ", ".join(f"{key}={value}" for key, value in preset.routing.to_dict().items())
-        recipe = preset.recipe
+        recipe, method = preset.recipe, preset.routing.name
         table.add_row(
-            preset.name, preset.summary, routing, str(recipe.steps or "-"), str(recipe.lr or "-")
+            preset.name, preset.summary, method, str(recipe.steps or "-"), str(recipe.lr or "-")
         )
     PlainConsole().print(table)
 

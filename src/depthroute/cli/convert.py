@@ -49,8 +49,9 @@ def routing_config(
     from depthroute.config import RoutingConfig
 
     options = {"num_blocks": num_blocks, "block_size": block_size, "init": init}
-    given = assigned(assignments, "--routing")
-    return RoutingConfig.from_dict(refuse_twice(given, {"method": method} | options, "--routing"))
+    settings = assigned(assignments, "--routing")
+    settings = refuse_twice(settings, {"method": method} | options, "--routing")
+    return RoutingConfig.named(settings.pop("method"), **settings)
 
 
 def chosen_tolerance(tolerance: float | None, allow_drift: bool) -> float | None:

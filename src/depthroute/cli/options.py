@@ -68,7 +68,7 @@ def check_resume(resume: str) -> None:
 
 
 def assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
-    from depthroute.train.methods import parse_assignments
+    from depthroute.methods import parse_assignments
 
     return parse_assignments(assignments or [], option)
 

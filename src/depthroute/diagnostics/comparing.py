@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from depthroute.config import RoutingConfig
 from depthroute.diagnostics.svg import shortened
-from depthroute.train.methods import METHODS
+from depthroute.errors import ConfigError
 from depthroute.train.summary import summarise, unit_of
 
 _LONGEST_NAME = 40
@@ -27,35 +28,24 @@ def name_runs(runs: list[dict[str, Any]]) -> None:
 def name_methods(runs: list[dict[str, Any]]) -> list[dict[str, str]]:
     """For each run, what the page calls its methods: one name a routing, one routing a name.
 
-    `train` calls ``delta:num_blocks=4`` what `compare` calls ``delta-block``; and runs of different
-    versions can mean different settings by one name, which are then spelled out.
+    Runs made before methods had one name call ``delta:num_blocks=4`` what others call
+    ``delta-block``. Two methods of one run stay two, whatever their routing is called elsewhere.
     """
-    routings: dict[str, dict[str, Any]] = {}
-    labels: dict[str, list[str]] = {}
+    named = []
     for run in runs:
-        for label, routing in run["config"]["methods"].items():
-            key = json.dumps(routing, sort_keys=True)
-            routings[key] = routing
-            labels.setdefault(key, []).append(label)
-    chosen: dict[str, str] = {}
-    for key, routing in routings.items():
-        others = {label for other, known in labels.items() if other != key for label in known}
-        unshared = [label for label in labels[key] if label not in others]
-        known = [label for label in unshared if label in METHODS]
-        chosen[key] = (known or unshared or [_spelled_out(routing)])[0]
-    return [_in_one_run(run["config"]["methods"], chosen) for run in runs]
+        names = {label: _name(routing) for label, routing in run["config"]["methods"].items()}
+        shown = list(names.values())
+        named.append({m: name if shown.count(name) == 1 else m for m, name in names.items()})
+    return named
 
 
-def _in_one_run(methods: dict[str, dict[str, Any]], chosen: dict[str, str]) -> dict[str, str]:
-    """Two methods of one run stay two, whatever they are called elsewhere."""
-    names = {m: chosen[json.dumps(routing, sort_keys=True)] for m, routing in methods.items()}
-    shown = list(names.values())
-    return {m: name if shown.count(name) == 1 else m for m, name in names.items()}
-
-
-def _spelled_out(routing: dict[str, Any]) -> str:
-    settings = [f"{key}={value}" for key, value in routing.items() if key != "method"]
-    return ":".join([str(routing.get("method")), *settings])
+def _name(routing: dict[str, Any]) -> str:
+    """Settings of another version, or of no version, are spelled out."""
+    try:
+        return RoutingConfig.from_dict(routing).name
+    except ConfigError:
+        settings = [f"{key}={value}" for key, value in routing.items() if key != "method"]
+        return ":".join([str(routing.get("method")), *settings])
 
 
 def tabulate(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

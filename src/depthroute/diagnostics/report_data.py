@@ -9,7 +9,7 @@ from typing import Any
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
 from depthroute.diagnostics.record import first_not_finite
 from depthroute.diagnostics.run_files import read_run
-from depthroute.train.methods import BASELINE
+from depthroute.methods import BASELINE
 from depthroute.train.shape import is_finite, jsonable
 from depthroute.visible import visible
 

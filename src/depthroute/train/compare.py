@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from depthroute.config import Method
 from depthroute.errors import ConfigError, unknown
 from depthroute.presets import Preset
 from depthroute.train import environment
@@ -22,7 +23,6 @@ from depthroute.train.comparison_checkpoint import ComparisonCheckpoints
 from depthroute.train.data import Batch, TokenData, ngram_losses
 from depthroute.train.interrupt import stop_signals
 from depthroute.train.lockstep import Interrupt, Lockstep, Look, Progress, Sharpness
-from depthroute.train.methods import Method
 from depthroute.train.pace import EQUAL, Pace
 from depthroute.train.resuming import refuse_another
 from depthroute.train.run_directory import RunDirectory, RunError

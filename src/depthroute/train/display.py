@@ -15,7 +15,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from depthroute.train.methods import BASELINE
+from depthroute.methods import BASELINE
 
 _NONE = "-"
 

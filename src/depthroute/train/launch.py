@@ -317,10 +317,7 @@ def _open_run(request: Request, config: dict[str, Any]) -> tuple[RunDirectory, b
 
 
 def label(routing: RoutingConfig) -> str:
-    """``delta:num_blocks=4``: the method and what was set on it."""
-    values = routing.to_dict()
-    method = values.pop("method")
-    return ":".join([method, *(f"{key}={value}" for key, value in values.items())])
+    return routing.name
 
 
 def _ten_looks(settings: TrainSettings) -> TrainSettings:

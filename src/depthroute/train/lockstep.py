@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from depthroute import presets
+from depthroute.config import Method
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.presets import Preset
 from depthroute.train import environment, pace
@@ -22,7 +23,6 @@ from depthroute.train.comparison_checkpoint import ComparisonCheckpoints
 from depthroute.train.data import Batch, TokenData
 from depthroute.train.interrupt import Stop
 from depthroute.train.loop import DivergenceError, StepResult, Trainer
-from depthroute.train.methods import Method
 from depthroute.train.pace import Pace
 from depthroute.train.run_directory import RunDirectory
 from depthroute.train.seal import read_state

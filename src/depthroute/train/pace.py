@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from depthroute.methods import BASELINE
 from depthroute.train.data import Batch
 from depthroute.train.loop import Trainer
-from depthroute.train.methods import BASELINE
 from depthroute.train.settings import TrainSettings
 
 EQUAL = ("tokens", "time")

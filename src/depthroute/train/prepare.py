@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from depthroute import presets
+from depthroute.config import parse_methods
 from depthroute.errors import ConfigError, shown
 from depthroute.plan import Plan
 from depthroute.train import data as text
 from depthroute.train import sources, tokenise
 from depthroute.train.compare import Comparison
-from depthroute.train.methods import parse_methods
 from depthroute.train.settings import from_preset
 from depthroute.train.shards import read_index
 from depthroute.train.sources import TextSource

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from depthroute.train.methods import BASELINE
+from depthroute.methods import BASELINE
 from depthroute.train.run_directory import RunError
 from depthroute.train.shape import is_finite
 
