@@ -37,7 +37,6 @@ def test_every_method_is_compiled_twice_and_never_in_between(tmp_path):
     summary = run_comparison(
         comparison(),
         RunDirectory.create(tmp_path / "run"),
-        sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
         look=look,
         on_step=lambda progress: seen.append(counters["stats"]["unique_graphs"]),
     )

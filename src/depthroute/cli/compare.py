@@ -136,7 +136,7 @@ def _run_comparison(
     from depthroute.diagnostics import record, trace
     from depthroute.train.compare import run_comparison
     from depthroute.train.display import progress_bar
-    from depthroute.train.lockstep import Progress
+    from depthroute.train.loop import Progress
     from depthroute.train.resuming import open_run
 
     run, is_resumed = open_run(out, resume=resume)
@@ -163,7 +163,6 @@ def _run_comparison(
             comparison,
             run,
             is_resumed=is_resumed,
-            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
             look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,
             note=console.print,

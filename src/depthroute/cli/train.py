@@ -195,8 +195,8 @@ def _run(
 
     from depthroute.diagnostics import record, trace
     from depthroute.errors import ConfigError
-    from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
+    from depthroute.train.loop import Interrupted
 
     check_resume(resume)
     is_many = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -1,10 +1,15 @@
 """Checkpoints of a run: written whole or not at all, the newest few and the best kept.
 
-    checkpoints/step_00001000/   state.json, model.safetensors, optimizer.safetensors
+    checkpoints/step_00001000/state.json, 0/model.safetensors, 0/optimizer.safetensors, 1/...
     checkpoints/best             a link to the one with the lowest validation loss
 
-A model sharded by FSDP2 is written by every rank through ``torch.distributed.checkpoint`` into
-``sharded/`` instead, and can be read back by another number of ranks.
+The name counts the steps that all methods and seeds have taken; every method that is trained has a
+folder, by its place in ``state.json``. A model sharded by FSDP2 is written by every rank through
+``torch.distributed.checkpoint`` into ``0/sharded/`` instead, and can be read back by another number
+of ranks.
+
+Formats 1 and 2 had the files of a run of one model beside ``state.json``, and a comparison counted
+lines in the name (``at_000001200``). Both are read.
 """
 
 from __future__ import annotations
@@ -13,11 +18,11 @@ import base64
 import math
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -28,155 +33,197 @@ from torch.distributed.checkpoint.api import CheckpointException
 from depthroute import files
 from depthroute.errors import CheckpointError
 from depthroute.parallel.sharded import load_sharded, save_sharded
-from depthroute.parallel.world import World
+from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import is_sharded
-from depthroute.train.loop import Trainer
 from depthroute.train.seal import DamagedError, damage, digests, read_state, seal
 
 FAILURES = (OSError, SafetensorError, CheckpointException)
 UNREADABLE = (*FAILURES, KeyError, TypeError, ValueError, RuntimeError)
 """What reading a damaged file can end in."""
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"at_\d{9,}|step_\d{8,}")
+
+
+class Trainee(Protocol):
+    """What is saved of a trainer."""
+
+    model: Any
+    inner: Any
+    """The model inside what DDP makes of it."""
+    optimizer: Any
+    completed: int
+    recent: Any
 
 
 @dataclass
 class Checkpoints:
-    """The ``checkpoints`` folder of a run."""
+    """The ``checkpoints`` folder of a run. Every rank has one; the first names and prunes."""
 
     folder: Path
     keep_last: int = 2
-    best: dict[str, Any] | None = field(default=None)
+    world: World = SINGLE
+    best: dict[str, Any] | None = None
     """Step and loss of the best validation so far."""
+    skipped: set[Path] = field(default_factory=set)
+    """Damaged checkpoints, which are written again when their step is reached again."""
 
-    skipped: set[int] = field(default_factory=set)
-    """Steps of damaged checkpoints, which are written again when they are reached again."""
-
-    def is_best(self, loss: float) -> bool:
+    def is_best(self, loss: float | None) -> bool:
         """A loss that is no number is never the best, whatever comes after it."""
-        return math.isfinite(loss) and (self.best is None or loss < self.best["loss"])
+        is_number = loss is not None and math.isfinite(loss)
+        return is_number and (self.best is None or loss < self.best["loss"])
 
-    def steps(self) -> list[int]:
+    def paths(self) -> list[Path]:
         """Of every checkpoint, oldest first. Other names in the folder are somebody else's."""
         if not self.folder.is_dir():
             return []
-        names = map(_NAME.fullmatch, (item.name for item in self.folder.iterdir()))
-        steps = {int(match[1]) for match in names if match}
-        return sorted(step for step in steps if self.path(step).is_dir())
+        return sorted((p for p in self.folder.iterdir() if _is_checkpoint(p)), key=_age)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
 
-    def save(self, trainer: Trainer, state: dict[str, Any], loss: float | None = None) -> Path:
-        """The trainer as it stands, with ``state`` beside it; ``loss`` is a validation of it.
+    def save(
+        self, trainers: Mapping[str, Trainee], state: dict[str, Any], loss: float | None = None
+    ) -> Path:
+        """The trainers as they stand after ``state["step"]`` steps; ``loss`` is a validation.
 
-        Called by every rank; the first one names and prunes. A step that is saved already is left
-        as it is: a run that reaches it again has the same parameters.
+        Called by every rank. A step that is saved already is left as it is: a run that reaches it
+        again has the same parameters.
         """
-        world, step = trainer.world, trainer.completed
+        step, world = state["step"], self.world
         target = self.path(step)
-        if world.max(float(target.exists() and step not in self.skipped)):
+        if world.max(float(target.exists() and target not in self.skipped)):
             return target
         temporary = self.folder / world.gather(files.unfinished_name(target.name))[0]
-        if loss is not None and self.is_best(loss):
+        if self.is_best(loss):
             self.best = {"step": step, "loss": loss}
-        state = state | _state(trainer, loss, self.best)
-        with self._writing(world, target, temporary):
+        methods = {
+            label: {"completed": t.completed, "recent_losses": list(t.recent)}
+            for label, t in trainers.items()
+        }
+        state = state | {"validation_loss": loss, "best": self.best, "methods": methods}
+        state |= {"ranks": world.size, "random": world.gather(_random_state())}
+        with self._writing(target, temporary):
             if world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.clear(self.folder)
                 temporary.mkdir()
-        with self._writing(world, target, temporary):
-            if is_sharded(trainer.model):
-                save_sharded(trainer.model, trainer.optimizer, temporary / "sharded")
-            elif world.is_main:
-                save_whole(trainer, temporary)
+                for number in range(len(trainers)):
+                    (temporary / str(number)).mkdir()
+        with self._writing(target, temporary):
+            for number, trainer in enumerate(trainers.values()):
+                if is_sharded(trainer.model):
+                    place = temporary / str(number) / "sharded"
+                    save_sharded(trainer.model, trainer.optimizer, place)
+                elif world.is_main:
+                    _save_whole(trainer, temporary / str(number))
         checksums: dict[str, str] = {}
-        with self._writing(world, target, temporary):
-            if is_sharded(trainer.model):
+        with self._writing(target, temporary):
+            if any(is_sharded(trainer.model) for trainer in trainers.values()):
                 checksums = digests(temporary, world.rank, world.size)
             elif world.is_main:
                 checksums = digests(temporary)
-        checksums = {k: v for found in world.gather(checksums) for k, v in found.items()}
-        with self._writing(world, target, temporary):
+        checksums = {k: v for share in world.gather(checksums) for k, v in share.items()}
+        with self._writing(target, temporary):
             if world.is_main:
                 seal(temporary, state, checksums)
                 files.sync(temporary)
                 files.put_in_place(temporary, target)
                 shutil.rmtree(temporary, ignore_errors=True)  # a damaged one that was there
-                self.skipped.discard(step)
+                self.skipped.discard(target)
                 self._prune()
         return target
 
     @contextmanager
-    def _writing(self, world: World, target: Path, temporary: Path) -> Iterator[None]:
+    def _writing(self, target: Path, temporary: Path) -> Iterator[None]:
         """One stage of a save: all ranks pass it, or all fail with one error."""
         failure = None
         try:
             yield
         except FAILURES as error:
-            failure = self._explain(target, error)
-            if world.is_main:
+            last = next((p for p in reversed(self.paths()) if p != target), None)
+            kept = "none is kept yet" if last is None else f"the last good checkpoint is {last}"
+            failure = CheckpointError(
+                f"cannot write the checkpoint {target}: {files.reason(error)}; {kept}. Free some "
+                "space or make the folder writable, then resume with --resume auto"
+            )
+            if self.world.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)
-        world.raise_together(failure)
+        self.world.raise_together(failure)
 
-    def _explain(self, target: Path, error: BaseException) -> CheckpointError:
-        kept = self.steps()
-        last = f"the last good checkpoint is {self.path(kept[-1])}" if kept else "none is kept yet"
-        return CheckpointError(
-            f"cannot write the checkpoint {target}: {files.reason(error)}; {last}. Free some space "
-            "or make the folder writable, then resume with --resume auto"
-        )
-
-    def tidy(self, world: World) -> None:
+    def tidy(self) -> None:
         """What a kill came before: the link to the best one, the removal of those not kept."""
         failure = None
-        if world.is_main:
+        if self.world.is_main:
             try:
                 files.clear(self.folder)
                 self._prune()
             except OSError as error:
                 failure = CheckpointError(f"cannot write in {self.folder}: {files.reason(error)}")
-        world.raise_together(failure)
+        self.world.raise_together(failure)
 
     def _prune(self) -> None:
-        steps = [step for step in self.steps() if step not in self.skipped]
-        kept = set(steps[-self.keep_last :])
-        if self.best is not None and self.best["step"] in steps:
-            kept.add(self.best["step"])
-            files.point(self.folder / "best", self.path(self.best["step"]).name)
-        passed = {step for step in self.skipped if step < steps[-1]}
-        for step in set(steps) - kept | passed:
-            files.remove(self.path(step))
+        paths = [path for path in self.paths() if path not in self.skipped]
+        kept = set(paths[-self.keep_last :])
+        best = None if self.best is None else self.path(self.best["step"])
+        if best in paths:
+            kept.add(best)
+            files.point(self.folder / "best", best.name)
+        passed = {path for path in self.skipped if _age(path) < _age(paths[-1])}
+        for path in set(paths) - kept | passed:
+            files.remove(path)
         self.skipped -= passed
 
-    def read(self, step: int, world: World) -> dict[str, Any]:
-        """The state of one checkpoint, which every rank has found to be as it was written."""
-        path = self.path(step)
-        state = read_state(path)
-        found = world.first(damage(path, state, world.rank, world.size))
-        if found:
-            raise DamagedError(f"{path} is damaged: {found}")
-        return state
+    def remove(self) -> None:
+        """All of them, and the folder if nothing else is in it."""
+        with suppress(OSError):
+            for path in self.paths():
+                files.remove(path)
+            files.clear(self.folder)
+            self.folder.rmdir()
 
-    def load(self, trainer: Trainer, step: int) -> dict[str, Any]:
-        """Put ``trainer`` where it was after ``step`` steps; the state that was saved with it."""
-        path = self.path(step)
-        state = self.read(step, trainer.world)
-        sharded = (path / "sharded").is_dir()
-        if sharded != is_sharded(trainer.model):
+    def newest(self, load: Callable[[Path], None], note: Callable[[str], None]) -> Path | None:
+        """The newest that ``load`` takes; those it finds damaged are skipped, and ``note`` hears
+        which and why. None where there is no checkpoint at all."""
+        reasons: list[str] = []
+        paths = self.world.gather(self.paths())[0]
+        for path in reversed(paths):
+            try:
+                load(path)
+            except DamagedError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                note(f"skipped: {reason}")
+            self.skipped = {later for later in paths if _age(later) > _age(path)}
+            self.tidy()
+            return path
+        if reasons:
             raise CheckpointError(
-                f"{path} was written {'with' if sharded else 'without'} FSDP2; resume "
-                f"{'under torchrun with --parallel fsdp' if sharded else 'without it'}"
+                f"no checkpoint of the run is good, and nothing was changed: {'; '.join(reasons)}. "
+                "Bring a good one back, or start again with another --out"
             )
+        return None
+
+    def load(self, path: Path, trainers: dict[str, Any]) -> dict[str, Any]:
+        """Put ``trainers`` where they were; the state that was saved with them, in today's format.
+
+        Every rank has found the files to be as they were written. Methods that had left a
+        comparison by then leave ``trainers`` too.
+        """
+        state = read_state(path)
+        why = self.world.first(damage(path, state, self.world.rank, self.world.size))
+        if why:
+            raise DamagedError(f"{path} is damaged: {why}")
+        _refuse_other_sharding(path, trainers)
         try:
-            if sharded:
-                load_sharded(trainer.model, trainer.optimizer, path / "sharded")
-            else:
-                load_whole(trainer, path)
-            trainer.completed = state["step"]
-            trainer.recent.clear()
-            trainer.recent.extend(state["recent_losses"])
-            set_random_state(state["random"], trainer.world.rank)
+            state = _of_today(state, list(trainers))
+            for label in set(trainers) - set(state["methods"]):
+                del trainers[label]
+            for number, (label, saved) in enumerate(state["methods"].items()):
+                _load_trainer(trainers[label], _place(path, number))
+                trainers[label].completed = saved["completed"]
+                trainers[label].recent.clear()
+                trainers[label].recent.extend(saved["recent_losses"])
+            _set_random_state(state["random"], self.world.rank)
             self.best = state["best"]
         except UNREADABLE as error:
             raise DamagedError(
@@ -186,25 +233,49 @@ class Checkpoints:
         return state
 
 
-def _state(trainer: Trainer, loss: float | None, best: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "step": trainer.completed,
-        "validation_loss": loss,
-        "best": best,
-        "recent_losses": list(trainer.recent),
-        "ranks": trainer.world.size,
-        "random": trainer.world.gather(random_state()),
-    }
+def _is_checkpoint(path: Path) -> bool:
+    return _NAME.fullmatch(path.name) is not None and path.is_dir()
 
 
-def random_state() -> dict[str, str]:
+def _age(path: Path) -> tuple[bool, int]:
+    """Those that count lines are older than any that count steps."""
+    kind, _, number = path.name.partition("_")
+    return kind == "step", int(number)
+
+
+def _place(path: Path, number: int) -> Path:
+    """Of one method's files; those of formats 1 and 2 of one model lie beside ``state.json``."""
+    folder = path / str(number)
+    return folder if folder.is_dir() else path
+
+
+def _of_today(state: dict[str, Any], labels: list[str]) -> dict[str, Any]:
+    """Formats 1 and 2 counted no steps of a comparison, and named no method of one model."""
+    if state["format"] > 2:
+        return state
+    if "methods" in state:  # every step is a line, so lines are a count that only grows
+        return state | {"step": state["lines"], "validation_loss": None, "best": None}
+    saved = {"completed": state["step"], "recent_losses": state["recent_losses"]}
+    return state | {"round": state["step"], "memory": {}, "methods": dict.fromkeys(labels, saved)}
+
+
+def _refuse_other_sharding(path: Path, trainers: Mapping[str, Trainee]) -> None:
+    sharded = (_place(path, 0) / "sharded").is_dir()
+    if any(is_sharded(trainer.model) != sharded for trainer in trainers.values()):
+        raise CheckpointError(
+            f"{path} was written {'with' if sharded else 'without'} FSDP2; resume "
+            f"{'under torchrun with --parallel fsdp' if sharded else 'without it'}"
+        )
+
+
+def _random_state() -> dict[str, str]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return {k: base64.b64encode(v.numpy().tobytes()).decode() for k, v in states.items()}
 
 
-def set_random_state(states: list[dict[str, str]], rank: int) -> None:
+def _set_random_state(states: list[dict[str, str]], rank: int) -> None:
     """A rank that was not there before takes the first rank's numbers and moves on from them."""
     saved = states[rank] if rank < len(states) else states[0]
     for name, text in saved.items():
@@ -217,7 +288,7 @@ def set_random_state(states: list[dict[str, str]], rank: int) -> None:
         torch.manual_seed(torch.initial_seed() + rank)
 
 
-def save_whole(trainer: Trainer, folder: Path) -> None:
+def _save_whole(trainer: Trainee, folder: Path) -> None:
     names = {id(p): name for name, p in trainer.inner.named_parameters()}
     tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
     save_file(
@@ -231,7 +302,10 @@ def save_whole(trainer: Trainer, folder: Path) -> None:
     save_file(moments, folder / "optimizer.safetensors")
 
 
-def load_whole(trainer: Trainer, folder: Path) -> None:
+def _load_trainer(trainer: Trainee, folder: Path) -> None:
+    if is_sharded(trainer.model):
+        load_sharded(trainer.model, trainer.optimizer, folder / "sharded")
+        return
     saved = load_file(folder / "model.safetensors")
     tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
     if set(saved) != set(tensors):
@@ -248,7 +322,7 @@ def load_whole(trainer: Trainer, folder: Path) -> None:
         trainer.optimizer.state[parameter] = state
 
 
-def _moments(trainer: Trainer, folder: Path) -> dict[Tensor, dict[str, Tensor]]:
+def _moments(trainer: Trainee, folder: Path) -> dict[Tensor, dict[str, Tensor]]:
     """The optimiser's state of each parameter, which has all of it or, if never trained, none."""
     parameters = dict(trainer.inner.named_parameters())
     moments: dict[Tensor, dict[str, Tensor]] = {}

@@ -27,9 +27,9 @@ from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
 from depthroute.train.compiler import why_it_failed
 from depthroute.train.data import Batch
-from depthroute.train.lockstep import raise_recompile_limit
-from depthroute.train.loop import Trainer
+from depthroute.train.loop import raise_recompile_limit
 from depthroute.train.settings import TrainSettings
+from depthroute.train.trainer import Trainer
 
 
 def precompile(
