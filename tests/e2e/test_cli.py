@@ -112,7 +112,10 @@ def test_env_and_presets_as_json_are_json(depthroute):
 
 def test_env_and_presets_print_tables(depthroute):
     assert "depth_mix: torch (" in depthroute("env")[1]
-    assert "delta-7.57b" in depthroute("presets")[1]
+    printed = depthroute("presets")[1]
+    assert (
+        "delta-7.57b" in printed and "delta-block" in printed and "delta:num_blocks=28" in printed
+    )
 
 
 COMMANDS = sorted(c.name or c.callback.__name__ for c in app.registered_commands)

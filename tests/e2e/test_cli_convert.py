@@ -28,7 +28,7 @@ def test_convert_prints_its_proof_and_keeps_the_dtype(base, tmp_path, depthroute
     command = ("convert", "--base", str(base), "--num-blocks", "3", "--out", out, "--text", text)
     status, printed, _ = depthroute(*command)
     assert status == 0
-    assert "init: complete (the sources sum to the residual state" in printed
+    assert "delta:num_blocks=3, init: complete (the sources sum to the residual state" in printed
     assert "identity over 200 tokens: max |logit difference|" in printed
     assert "704 routing parameters at 11 sites" in printed
     loaded = AutoModelForCausalLM.from_pretrained(out)
@@ -66,8 +66,9 @@ def test_a_conversion_that_is_no_identity_writes_nothing_unless_told(base, tmp_p
 def test_an_adapter_is_kilobytes_and_finds_its_base(base, tmp_path, depthroute):
     out = tmp_path / "adapter"
     command = ("convert", "--base", str(base), "--out", str(out), "--adapter-only", "--json")
-    status, printed, _ = depthroute(*command)
+    status, printed, _ = depthroute(*command, "--method", "delta-block:num_blocks=6")
     assert status == 0
+    assert json.loads(printed)["method"] == "delta:num_blocks=6"
     assert json.loads(printed)["identity"]["max_difference"] < 1e-5
     assert folders(out) == ["routing.safetensors", "routing_config.json"]
     again = dr.from_pretrained(out, dtype=torch.float32).eval()

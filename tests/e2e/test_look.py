@@ -42,6 +42,7 @@ def test_inspect_as_json_is_the_trace_of_the_model(depthroute, folders):
     model = dr.from_pretrained(folders / "delta")
     ids = byte_tokenizer()(TEXT, return_tensors="pt").input_ids[:, :64]
     trace = dr.trace(model, ids, gradients=True)
+    assert found["method"] == model.config.routing_config().name == "delta:init=paper"
     assert found["num_tokens"] == 64 and found["loss"] == pytest.approx(trace.loss)
     assert [site["name"] for site in found["sites"]] == list(trace.sites)
     for site in found["sites"]:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tests.fuzz.strategies import ROUTING
 
 from depthroute import presets
+from depthroute.cli.options import RoutingOptions
 from depthroute.config import RoutingConfig, parse_methods
 from depthroute.errors import ConfigError
 from depthroute.methods import NAMES
@@ -29,7 +30,7 @@ def routings(draw):
         assume(False)
 
 
-@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
 @given(routings())
 def test_a_name_and_its_routing_are_each_others_inverse(routing):
     assert RoutingConfig.named(routing.name) == routing
@@ -88,3 +89,26 @@ def test_a_bad_method_is_refused_with_a_hint(text, message):
 def test_a_setting_in_the_name_and_beside_it_is_refused():
     with pytest.raises(ConfigError, match="heads is given twice, in the name and beside it"):
         RoutingConfig.named("delta:heads=2", heads=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        RoutingOptions(method="delta-block"),
+        RoutingOptions(method="delta", num_blocks=4),
+        RoutingOptions(num_blocks=4),  # of the default
+        RoutingOptions(method="delta-block", num_blocks=4),
+        RoutingOptions(method="delta", routing=["num_blocks=4"]),
+    ],
+)
+def test_the_options_of_train_finetune_and_convert_say_the_same_as_a_name(options):
+    assert options.chosen("delta").name == "delta-block"
+
+
+def test_an_option_may_not_say_again_what_the_name_says():
+    with pytest.raises(ConfigError, match="heads is given twice"):
+        RoutingOptions(method="delta:heads=2", routing=["heads=4"]).chosen()
+    with pytest.raises(ConfigError, match="num_blocks is given twice"):
+        RoutingOptions(method="delta:num_blocks=2", num_blocks=4).chosen()
+    with pytest.raises(ConfigError, match="did you mean 'delta-block'"):
+        RoutingOptions(method="delta-blok").chosen()

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 from contextlib import closing
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, TrustRemoteCode, app
+from depthroute.cli.app import AsJson, Preset, app
 from depthroute.cli.options import (
-    Cache,
-    Device,
-    HeldOut,
-    MaxTokens,
-    Resume,
-    Settings,
+    DATA,
+    METHODS,
+    RunOptions,
     Shape,
-    TextField,
+    TextOptions,
     Tokenizer,
-    Validation,
     Watching,
-    Workers,
     assigned,
-    changed_settings,
-    check_resume,
     resume_command,
 )
 from depthroute.cli.terminal import PlainConsole, notes, print_json
+from depthroute.errors import ConfigError
 
 
 @app.command(epilog="Example: `depthroute compare --methods standard,delta:heads=4 --seeds 3`")
 def compare(
-    preset: Annotated[str, typer.Option(help="Model shape; see `depthroute presets`.")] = "tiny",
+    *,
+    preset: Preset = "tiny",
     methods: Annotated[
-        str,
-        typer.Option(
-            help="Comma-separated: standard, attnres-block, attnres-full, delta, delta-block, "
-            "depth-attention, x0-skip, x0-skip-learned; each with :key=value routing settings."
-        ),
+        str, typer.Option(help=f"Comma-separated: {METHODS}.")
     ] = "standard,attnres-block,delta,delta-block,depth-attention",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="How many seeds: 0, 1, ...")] = 2,
-    steps: Annotated[int | None, typer.Option(help="Steps; left out, the preset's.")] = None,
     equal: Annotated[
         str,
         typer.Option(
@@ -50,70 +39,45 @@ def compare(
             "of standard."
         ),
     ] = "tokens",
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="As in `depthroute train`; left out, the bytes of Python's standard library."
-        ),
-    ] = None,
-    validation: Validation = None,
+    data: Annotated[str | None, DATA] = None,
     tokenizer: Tokenizer = None,
     model: Shape = None,
-    text_field: TextField = None,
-    held_out: HeldOut = None,
-    max_tokens: MaxTokens = None,
-    workers: Workers = None,
-    cache: Cache = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run directory; left out, runs/compare-TIME.")
-    ] = None,
-    resume: Resume = "never",
-    device: Device = "auto",
-    settings: Settings = None,
+    options: RunOptions,
+    text: TextOptions,
     precompile: Annotated[
         int, typer.Option(min=0, help="Compile methods first, so many at a time; 0: as they come.")
     ] = 0,
-    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Train methods side by side on the same data and print one table.
 
-    Every method starts from the same weights and sees the same batches in the same order, once
-    per seed. The run directory keeps config.json, metrics.jsonl, summary.json and
-    traces.json; `depthroute report` draws it. Ctrl-C and SIGTERM save and stop; `--resume auto`
-    goes on as if nothing had happened.
+    Without `--data`, on the bytes of Python's standard library. Every method starts from the same
+    weights and sees the same batches in the same order, once per seed. The run directory keeps
+    config.json, metrics.jsonl, summary.json and traces.json; `depthroute report` draws it. Ctrl-C
+    and SIGTERM save and stop; `--resume auto` goes on as if nothing had happened.
     """
-    from depthroute.errors import ConfigError
+    changes, out = options.changes(), options.directory("compare")
+    if data is None and (tokenizer is not None or text != TextOptions()):
+        raise ConfigError("options that say how text is read need the text; add --data")
     from depthroute.train import prepare, sources
 
-    check_resume(resume)
-    if out is None and resume == "auto":
-        raise ConfigError("--resume auto continues the run in --out; name it")
-    options = {"validation": validation, "tokenizer": tokenizer, "held_out": held_out}
-    options |= {"max_tokens": max_tokens, "workers": workers, "cache": cache}
-    options |= {"text_field": text_field}
     source = None
     if data is not None:
-        source = sources.TextSource(data, trust_remote_code=trust_remote_code, **options)
-    elif trust_remote_code or any(value is not None for value in options.values()):
-        raise ConfigError("options that say how text is read need the text; add --data")
+        source = sources.TextSource(data, tokenizer=tokenizer, **vars(text))
     with Watching(notes()) as watching:
         comparison = prepare.comparison(
             preset=preset,
             methods=methods,
             num_seeds=seeds,
             source=source,
-            device=device,
-            changes=changed_settings(settings, steps),
+            device=options.device,
+            changes=changes,
             shape=assigned(model, "--model"),
             equal=equal,
             on_progress=watching.watch().on_progress,
         )
     run, summary = _run_comparison(
-        comparison,
-        out or Path("runs") / f"compare-{datetime.now():%Y%m%d-%H%M%S}",
-        resume=resume == "auto",
-        precompile=precompile,
+        comparison, out, resume=options.is_resumed, precompile=precompile
     )
     if as_json:
         print_json(summary)

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from depthroute.checks import check_number
 from depthroute.cli.app import AsJson, TrustRemoteCode, app
+from depthroute.cli.options import RoutingOptions
 from depthroute.cli.terminal import notes, output, print_json
+from depthroute.errors import ConfigError, DepthrouteError
 
 Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
-Method = Annotated[str, typer.Option(help="attnres, delta, x0_skip, depth_attention or standard.")]
-NumBlocks = Annotated[int | None, typer.Option(help="Blocks; left out, one source per sublayer.")]
-BlockSize = Annotated[int | None, typer.Option(help="Sublayers per block, instead of blocks.")]
-Init = Annotated[
-    str | None,
-    typer.Option(help="complete, centered, gate, paper or reference; left out, an identity."),
-]
-RoutingSettings = Annotated[
-    list[str] | None,
-    typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
-]
-
 TOLERANCE = 1e-3
-Tolerance = Annotated[
-    float | None,
-    typer.Option(help="Largest logit difference that is accepted; left out, 0.001."),
-]
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest logit difference that is accepted; left out, 0.001."),
+    ] = None
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="Accept whatever difference there is.")
+    ] = False
+
+    def largest(self) -> float | None:
+        """The largest logit difference; None accepts any."""
+        if self.allow_drift and self.tolerance is not None:
+            raise ConfigError(
+                f"--allow-drift accepts any difference, so --tolerance {self.tolerance:g} would be "
+                "ignored; give one of them"
+            )
+        check_number("--tolerance", self.tolerance, least=0.0, optional=True)
+        if self.allow_drift:
+            return None
+        return TOLERANCE if self.tolerance is None else self.tolerance
+
 
 PROBE = (
     "The residual stream of a Transformer adds what every layer found to what all layers before "
@@ -37,57 +48,20 @@ PROBE = (
 """Measured on when no text is given: short, and in every tokenizer's reach."""
 
 
-def routing_config(
-    method: str,
-    num_blocks: int | None,
-    block_size: int | None,
-    init: str | None,
-    assignments: list[str] | None,
-) -> Any:
-    """A RoutingConfig from command-line options."""
-    from depthroute.cli.options import assigned, refuse_twice
-    from depthroute.config import RoutingConfig
-
-    options = {"num_blocks": num_blocks, "block_size": block_size, "init": init}
-    settings = assigned(assignments, "--routing")
-    settings = refuse_twice(settings, {"method": method} | options, "--routing")
-    return RoutingConfig.named(settings.pop("method"), **settings)
-
-
-def chosen_tolerance(tolerance: float | None, allow_drift: bool) -> float | None:
-    """The largest logit difference; None accepts any."""
-    from depthroute.checks import check_number
-    from depthroute.errors import ConfigError
-
-    if allow_drift and tolerance is not None:
-        raise ConfigError(
-            f"--allow-drift accepts any difference, so --tolerance {tolerance:g} would be ignored; "
-            "give one of them"
-        )
-    check_number("--tolerance", tolerance, least=0.0, optional=True)
-    return None if allow_drift else TOLERANCE if tolerance is None else tolerance
-
-
 @app.command(
     epilog="Example: `depthroute convert --base ./SmolLM2-135M --method delta --num-blocks 4 "
     "--out ./smol-delta --text wiki.txt`"
 )
 def convert(
+    *,
     base: Base,
     out: Annotated[Path, typer.Option(help="Folder to write.")],
-    method: Method = "delta",
-    num_blocks: NumBlocks = None,
-    block_size: BlockSize = None,
-    init: Init = None,
-    routing: RoutingSettings = None,
+    routing: RoutingOptions,
     text: Annotated[
         Path | None, typer.Option(help="Text to measure the identity on; left out, a sentence.")
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it.")] = 512,
-    tolerance: Tolerance = None,
-    allow_drift: Annotated[
-        bool, typer.Option("--allow-drift", help="Write the model whatever the difference.")
-    ] = False,
+    drift: DriftOptions,
     adapter_only: Annotated[
         bool, typer.Option("--adapter-only", help="Write the routing parameters alone.")
     ] = False,
@@ -99,15 +73,14 @@ def convert(
     The measurement is made in fp32 on the weights as stored; above the tolerance nothing is
     written. The checkpoint keeps its own dtype.
     """
+    chosen, largest = routing.chosen("delta"), drift.largest()
     from depthroute.models.command import convert_checkpoint
 
-    settings = routing_config(method, num_blocks, block_size, init, routing)
-    largest = chosen_tolerance(tolerance, allow_drift)
     with notes().status("converting"):
         result = convert_checkpoint(
             base,
             out,
-            settings,
+            chosen,
             text=PROBE if text is None else read_text(text),
             num_tokens=tokens,
             tolerance=largest,
@@ -115,10 +88,10 @@ def convert(
             trust_remote_code=trust_remote_code,
         )
     if as_json:
-        print_json(asdict(result))
+        print_json({"method": chosen.name} | asdict(result))
         return
     console = output()
-    console.print(f"init: {result.init} ({result.reason})")
+    console.print(f"{chosen.name}, init: {result.init} ({result.reason})")
     console.print(str(result.identity))
     console.print(
         f"{result.num_routing_parameters:,} routing parameters at {result.num_sites} sites, "
@@ -169,8 +142,6 @@ def revert(
 
 
 def read_text(path: Path, option: str = "--text") -> str:
-    from depthroute.errors import DepthrouteError
-
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +12,71 @@ from rich import box
 from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from depthroute.cli.app import AsJson, TrustRemoteCode, app
-from depthroute.cli.look import Device, Model, load
+from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
+from depthroute.cli.convert import read_text
+from depthroute.cli.look import Model, load
 from depthroute.cli.terminal import PlainConsole, notes, output, print_json
+from depthroute.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated, or all: hellaswag, arc_easy, arc_challenge, piqa, winogrande, "
+            "boolq, mmlu, lambada_openai. Needs depthroute[eval]."
+        ),
+    ] = None
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with TASK.SPLIT.jsonl (plain, .xz or .gz) in the data sets' own fields; "
+            "left out, lm-eval loads the data from the hub."
+        ),
+    ] = None
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Items per task (per subject for mmlu); default all.")
+    ] = None
+    samples: Annotated[
+        Path | None,
+        typer.Option(help="File for every item's log-likelihoods, one JSON object a line."),
+    ] = None
+
+    def names(self) -> tuple[str, ...]:
+        """Of the tasks, after a look at everything that could stop them after hours."""
+        from depthroute.evaluate import local_tasks
+        from depthroute.evaluate.tasks import parse_tasks
+
+        if self.task_data is not None and not self.task_data.is_dir():
+            raise ConfigError(f"--task-data {str(self.task_data)!r} is not a folder")
+        names = () if self.tasks is None else parse_tasks(self.tasks)
+        if self.task_data is not None:
+            local_tasks.check(names, self.task_data)
+        if self.samples is not None:
+            try:
+                self.samples.touch()
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write --samples {str(self.samples)!r}: {error}"
+                ) from error
+        return names
+
+
+@dataclass(frozen=True)
+class PerplexityOptions:
+    perplexity: Annotated[Path | None, typer.Option(help="Text file to measure perplexity on.")] = (
+        None
+    )
+    window: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of context for perplexity; left out, 1024.")
+    ] = None
+    stride: Annotated[
+        int | None, typer.Option(min=1, help="Tokens between windows; left out, no overlap.")
+    ] = None
+    add_bos: Annotated[
+        bool, typer.Option("--add-bos", help="Begin the text with the tokenizer's BOS.")
+    ] = False
 
 
 @app.command(
@@ -23,40 +85,10 @@ from depthroute.cli.terminal import PlainConsole, notes, output, print_json
     "hellaswag,piqa --limit 200`",
 )
 def evaluate(
+    *,
     model: Model,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, or all: hellaswag, arc_easy, arc_challenge, piqa, winogrande, "
-            "boolq, mmlu, lambada_openai. Needs depthroute[eval]."
-        ),
-    ] = None,
-    perplexity: Annotated[
-        Path | None, typer.Option(help="Text file to measure perplexity on.")
-    ] = None,
-    task_data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder with TASK.SPLIT.jsonl (plain, .xz or .gz) in the data sets' own fields; "
-            "left out, lm-eval loads the data from the hub."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Items per task (per subject for mmlu); default all.")
-    ] = None,
-    samples: Annotated[
-        Path | None,
-        typer.Option(help="File for every item's log-likelihoods, one JSON object a line."),
-    ] = None,
-    window: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of context for perplexity; left out, 1024.")
-    ] = None,
-    stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens between windows; left out, no overlap.")
-    ] = None,
-    add_bos: Annotated[
-        bool, typer.Option("--add-bos", help="Begin the text with the tokenizer's BOS.")
-    ] = False,
+    tasks: TaskOptions,
+    text: PerplexityOptions,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -66,69 +98,61 @@ def evaluate(
 
     The tasks are scored by lm-evaluation-harness with its own prompts and metrics.
     """
-    from depthroute.cli.convert import read_text
-    from depthroute.errors import ConfigError
-    from depthroute.evaluate import local_tasks
-    from depthroute.evaluate.tasks import harness_version, parse_tasks, run_tasks
-
-    if tasks is None and perplexity is None:
+    if tasks.tasks is None and text.perplexity is None:
         raise ConfigError("nothing to do; give --tasks, --perplexity FILE, or both")
-    given = {"--task-data": task_data, "--limit": limit, "--samples": samples}
-    _refuse("--tasks", tasks, given)
-    _refuse(
-        "--perplexity",
-        perplexity,
-        {"--window": window, "--stride": stride, "--add-bos": add_bos or None},
-    )
-    if task_data is not None and not task_data.is_dir():
-        raise ConfigError(f"--task-data {str(task_data)!r} is not a folder")
-    names = () if tasks is None else parse_tasks(tasks)
-    if task_data is not None:
-        local_tasks.check(names, task_data)
-    if samples is not None:
-        try:
-            samples.touch()  # better now than after the last task
-        except OSError as error:
-            raise ConfigError(f"cannot write --samples {str(samples)!r}: {error}") from error
-    text = None if perplexity is None else read_text(perplexity, "--perplexity")
+    _refuse_idle(tasks)
+    _refuse_idle(text)
+    names = tasks.names()
+    content = None if text.perplexity is None else read_text(text.perplexity, "--perplexity")
     result: dict[str, Any] = {"model": model}
     if names:
+        from depthroute.evaluate.tasks import harness_version
+
         result["lm_eval"] = harness_version()
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
     loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
-    if text is not None:
-        options = {"window": window or 1024, "stride": stride, "batch_size": batch_size}
-        report = _measured(loaded, tokenizer, text, add_bos=add_bos, **options)
-        result["perplexity"] = {"file": str(perplexity)} | asdict(report)
+    if content is not None:
+        report = _measured(loaded, tokenizer, content, text, batch_size)
+        result["perplexity"] = {"file": str(text.perplexity)} | asdict(report)
         if not as_json:
             output().print(str(report))
     if names:
-        found = run_tasks(
-            loaded,
-            tokenizer,
-            names,
-            data=task_data,
-            limit=limit,
-            batch_size=batch_size,
-            samples=samples,
-        )
-        result["tasks"] = [score.to_dict() for score in found]
+        result["tasks"] = _scores(loaded, tokenizer, names, tasks, batch_size)
         if not as_json:
             PlainConsole().print(_table(result["tasks"], result["lm_eval"]))
     if as_json:
         print_json(result)
 
 
-def _refuse(wanted: str, value: object, given: dict[str, object]) -> None:
-    """An option that would be ignored."""
-    from depthroute.errors import ConfigError
+def _refuse_idle(options: TaskOptions | PerplexityOptions) -> None:
+    """An option that would be ignored: those of a group say how its first is done."""
+    first, *others = fields(options)
+    for option in others if getattr(options, first.name) is None else ():
+        if getattr(options, option.name) != option.default:
+            name = "--" + option.name.replace("_", "-")
+            raise ConfigError(f"{name} does nothing without --{first.name}")
 
-    for name, option in given.items():
-        if value is None and option is not None:
-            raise ConfigError(f"{name} does nothing without {wanted}")
+
+def _scores(
+    model: Any, tokenizer: Any, names: tuple[str, ...], tasks: TaskOptions, batch_size: int
+) -> list[dict[str, Any]]:
+    from depthroute.evaluate.tasks import run_tasks
+
+    scores = run_tasks(
+        model,
+        tokenizer,
+        names,
+        data=tasks.task_data,
+        limit=tasks.limit,
+        batch_size=batch_size,
+        samples=tasks.samples,
+    )
+    return [score.to_dict() for score in scores]
 
 
-def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
+def _measured(
+    model: Any, tokenizer: Any, content: str, options: PerplexityOptions, batch_size: int
+) -> Any:
     """With a progress bar on stderr."""
     from depthroute.evaluate.perplexity import text_perplexity
 
@@ -139,7 +163,16 @@ def _measured(model: Any, tokenizer: Any, text: str, **options: Any) -> Any:
         def advance(seen: int, total: int) -> None:
             bar.update(task, completed=seen, total=total, seen=f"{total - seen:,}")
 
-        return text_perplexity(model, tokenizer, text, progress=advance, **options)
+        return text_perplexity(
+            model,
+            tokenizer,
+            content,
+            window=options.window or 1024,
+            stride=options.stride,
+            add_bos=options.add_bos,
+            batch_size=batch_size,
+            progress=advance,
+        )
 
 
 def _table(rows: list[dict[str, Any]], version: str) -> Table:

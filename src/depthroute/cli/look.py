@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from depthroute.cli.app import AsJson, TrustRemoteCode, app
+from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
 from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output, print_json
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 
 
 @app.command(epilog="Example: `depthroute inspect ./smol-delta --text wiki.txt`")
@@ -57,6 +56,7 @@ def inspect(
         routed, tokenizer = load(
             model, device, needs_routing=True, trust_remote_code=trust_remote_code
         )
+        method = routed.config.routing_config().name
         ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
         if ids.shape[1] < 2:
             raise ConfigError(
@@ -72,11 +72,11 @@ def inspect(
             "or its file is damaged"
         )
     if as_json:
-        print_json({"model": model, "num_tokens": ids.numel()} | found)
+        print_json({"model": model, "method": method, "num_tokens": ids.numel()} | found)
         return
     console = PlainConsole(highlight=False)
     loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
-    console.print(f"{model}: loss {loss} over {ids.numel()} tokens", soft_wrap=True)
+    console.print(f"{model} ({method}): loss {loss} over {ids.numel()} tokens", soft_wrap=True)
     console.print(routing_map(found, console))
 
 

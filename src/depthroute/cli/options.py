@@ -1,26 +1,27 @@
-"""What the commands that train share: options, the bars they show, the command that goes on."""
+"""What the commands that train share: groups of options, the bars they show, how to go on."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-Data = Annotated[
-    str,
-    typer.Option(
-        help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, "
-        "hf:NAME[:CONFIG[:SPLIT]], which is streamed, or tokens:DIR, made before."
-    ),
-]
-Validation = Annotated[
-    str | None, typer.Option(help="Held-out text of its own, instead of a part of --data.")
-]
+from depthroute.cli.app import Device, TrustRemoteCode
+from depthroute.errors import ConfigError, unknown
+from depthroute.methods import NAMES, parse_assignments
+
+METHODS = f"{', '.join(NAMES)}; each with :key=value routing settings"
+DATA = typer.Option(
+    help="Text, JSONL (.gz, .xz, .zst), Parquet, a directory of them, "
+    "hf:NAME[:CONFIG[:SPLIT]], which is streamed, or tokens:DIR, made before."
+)
 Tokenizer = Annotated[
     str | None,
     typer.Option(help="Folder, hub id, train:SIZE or bytes (default where they suffice)."),
@@ -31,68 +32,134 @@ Shape = Annotated[
         "--model", help="Model setting key=value, such as num_hidden_layers=4. Repeatable."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")]
-Resume = Annotated[
-    str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
-]
-Steps = Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and the order of the data.")
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Parallel = Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")]
-TextField = Annotated[
-    str | None, typer.Option(help="The field of JSONL and Parquet with the text; left out, text.")
-]
-HeldOut = Annotated[
-    float | None, typer.Option(help="Percent of documents for validation; left out, 5.")
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokenise no more than this.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Tokenising processes.")]
-Cache = Annotated[
-    Path | None, typer.Option(help="Where tokens are kept; left out, $DEPTHROUTE_CACHE.")
-]
-Board = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
-Wandb = Annotated[str | None, typer.Option(help="Send records to this W&B project too.")]
 
 
-def check_resume(resume: str) -> None:
-    from depthroute.errors import unknown
+@dataclass(frozen=True)
+class TextOptions:
+    """How text is read; the names are those of a ``TextSource``."""
 
-    if resume not in ("never", "auto"):
-        raise unknown("--resume", resume, ("never", "auto"))
+    text_field: Annotated[
+        str | None,
+        typer.Option(help="The field of JSONL and Parquet with the text; left out, text."),
+    ] = None
+    held_out: Annotated[
+        float | None, typer.Option(help="Percent of documents for validation; left out, 5.")
+    ] = None
+    validation: Annotated[
+        str | None, typer.Option(help="Held-out text of its own, instead of a part of --data.")
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Tokenise no more than this.")] = None
+    workers: Annotated[int | None, typer.Option(min=1, help="Tokenising processes.")] = None
+    cache: Annotated[
+        Path | None, typer.Option(help="Where tokens are kept; left out, $DEPTHROUTE_CACHE.")
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    method: Annotated[
+        str | None,
+        typer.Option(help=f"{METHODS}. Left out, the preset's; delta for a pretrained model."),
+    ] = None
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks; left out, the method's own.")] = (
+        None
+    )
+    block_size: Annotated[
+        int | None, typer.Option(help="Sublayers per block, instead of blocks.")
+    ] = None
+    init: Annotated[
+        str | None,
+        typer.Option(
+            help="complete, centered, gate, paper or reference; left out, paper from scratch and "
+            "an identity for a pretrained model."
+        ),
+    ] = None
+    routing: Annotated[
+        list[str] | None,
+        typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
+    ] = None
+
+    def chosen(self, default: str | None = None) -> Any:
+        """A RoutingConfig; None where no method is given and none is the ``default``."""
+        from depthroute.config import RoutingConfig
+
+        options = asdict(self)
+        assignments = options.pop("routing")
+        method = options["method"] = self.method or default
+        if method is None:
+            if self != RoutingOptions():
+                raise ConfigError("routing options need the method they belong to; add --method")
+            return None
+        settings = refuse_twice(assigned(assignments, "--routing"), options, "--routing")
+        return RoutingConfig.named(settings.pop("method"), **settings)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    steps: Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
+    ] = None
+    out: Annotated[
+        Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")
+    ] = None
+    resume: Annotated[
+        str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
+    ] = "never"
+    device: Device = "auto"
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.resume == "auto"
+
+    def changes(self) -> dict[str, Any]:
+        """``--set`` and ``--steps``, which is short for one of them."""
+        return refuse_twice(assigned(self.settings, "--set"), {"steps": self.steps}, "--set")
+
+    def directory(self, command: str) -> Path:
+        if self.resume not in ("never", "auto"):
+            raise unknown("--resume", self.resume, ("never", "auto"))
+        if self.out is not None:
+            return self.out
+        if self.is_resumed or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            why = "--resume auto continues" if self.is_resumed else "several processes share"
+            raise ConfigError(f"{why} the run in --out; name it")
+        return Path("runs") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+@dataclass(frozen=True)
+class OneModelOptions(RunOptions):
+    """Of `train` and `finetune`."""
+
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and the order of the data.")
+    ] = 0
+    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")] = "ddp"
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")
+    ] = False
+    wandb: Annotated[str | None, typer.Option(help="Send records to this W&B project too.")] = None
 
 
 def assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:
-    from depthroute.methods import parse_assignments
-
     return parse_assignments(assignments or [], option)
-
-
-def changed_settings(settings: list[str] | None, steps: int | None) -> dict[str, Any]:
-    """``--set`` and ``--steps``, which is short for one of them."""
-    return refuse_twice(assigned(settings, "--set"), {"steps": steps}, "--set")
 
 
 def refuse_twice(
     values: dict[str, Any], options: dict[str, Any], assignments: str
 ) -> dict[str, Any]:
     """``values`` given as assignments, and ``options`` of their own: none may be both."""
-    from depthroute.errors import ConfigError
-
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
+    used = {name: value for name, value in options.items() if value is not None}
+    for name in used:
         if name in values:
             option = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{name} is given twice, with {option} and with {assignments} {name}=...; give "
                 "one of them"
             )
-    return given | values
+    return used | values
 
 
 def resume_command(out: Path) -> str:
