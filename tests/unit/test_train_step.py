@@ -7,6 +7,8 @@ import torch
 from tests.training import SETTINGS, SMALL, build, take_steps, words
 
 from depthroute import presets
+from depthroute.bench import step
+from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
 from depthroute.train.data import IGNORED, Batch
 from depthroute.train.settings import TrainSettings
@@ -132,3 +134,17 @@ def test_two_phase_reading_trains_like_one_pass():
         return [r.loss for r in take_steps(trainer, words())]
 
     assert losses("two_phase") == pytest.approx(losses("one_pass"), rel=1e-4)
+
+
+def test_a_benchmark_of_the_step_times_the_very_step_of_training(monkeypatch):
+    taken, take_step = [], Trainer.take_step
+
+    def counted(trainer, batch):
+        taken.append(trainer.inner.plan.method)
+        return take_step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "take_step", counted)
+    settings = step.Settings("tiny", 1, 8, layers=1, eager=True, device="cpu", dtype="float32")
+    record = Record("step", {}, say=lambda text: None)
+    step.run(record, settings, step.jobs("standard,delta"), steps=2)
+    assert set(taken) == {"standard", "delta"} and len(taken) > 2 * 2
