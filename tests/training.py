@@ -7,7 +7,7 @@ import torch
 
 from depthroute import presets
 from depthroute.config import RoutingConfig
-from depthroute.train.data import TokenData
+from depthroute.data.batches import TokenData
 from depthroute.train.settings import TrainSettings
 
 SMALL = replace(

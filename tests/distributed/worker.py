@@ -17,10 +17,10 @@ from depthroute import ops, presets
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, joined
 from depthroute.parallel.wrap import wrap
-from depthroute.train.checkpoint import Checkpoints
+from depthroute.runs.checkpoint import Checkpoints
+from depthroute.runs.directory import RunDirectory
 from depthroute.train.launch import export
 from depthroute.train.loop import Experiment, Interrupted
-from depthroute.train.run_directory import RunDirectory
 from depthroute.train.trainer import DivergenceError, Trainer
 from tests.training import SETTINGS, SMALL, take_steps, words
 

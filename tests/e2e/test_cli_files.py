@@ -12,8 +12,8 @@ from tests.checkpoints import TEXT, save
 from tests.runs import write_run
 
 from depthroute import cli
+from depthroute.runs.directory import RunDirectory
 from depthroute.train import launch
-from depthroute.train.run_directory import RunDirectory
 
 SMALL = ["--model", "num_hidden_layers=1", "--model", "hidden_size=16"]
 SMALL += ["--set", "batch_size=4", "--set", "sequence_length=16", "--set", "validation_sequences=8"]

@@ -11,10 +11,10 @@ import torch
 
 from depthroute import diagnostics, presets
 from depthroute.config import parse_methods
+from depthroute.data.batches import TokenData
 from depthroute.errors import CheckpointError
+from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.data import TokenData
-from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
 
 SMALL = replace(

@@ -19,11 +19,11 @@ from tests.training import SETTINGS, build, words
 
 import depthroute as dr
 from depthroute.errors import CheckpointError
-from depthroute.train.checkpoint import Checkpoints
+from depthroute.runs.checkpoint import Checkpoints
+from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.train.interrupt import stop_signals
 from depthroute.train.launch import export
 from depthroute.train.loop import Experiment, Interrupted
-from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.trainer import DivergenceError, Trainer
 
 LONG = replace(SETTINGS, steps=20, validation_sequences=4)
@@ -498,7 +498,7 @@ def test_a_link_in_a_run_directory_is_never_written_through(tmp_path):
 
 def test_a_run_directory_is_one_process_s(tmp_path):
     script = (
-        "import sys; from depthroute.train.run_directory import RunDirectory, RunError\n"
+        "import sys; from depthroute.runs.directory import RunDirectory, RunError\n"
         "try: getattr(RunDirectory, sys.argv[1])(sys.argv[2])\n"
         "except RunError as error: print(error)"
     )

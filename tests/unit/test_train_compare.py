@@ -13,17 +13,18 @@ from tests.training import take_steps
 
 from depthroute import diagnostics, presets
 from depthroute.config import RoutingConfig, parse_methods
+from depthroute.data.batches import TokenData
 from depthroute.diagnostics.report import render
 from depthroute.diagnostics.report_data import collect
 from depthroute.errors import ConfigError
-from depthroute.train import environment, loop, prepare
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, RunError
+from depthroute.runs.display import comparison_table, spread
+from depthroute.runs.summary import comparable_places, summarise
+from depthroute.train import loop, prepare
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.data import TokenData
-from depthroute.train.display import comparison_table, spread
 from depthroute.train.loop import fingerprint, rotated
-from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
-from depthroute.train.summary import comparable_places, summarise
 from depthroute.train.trainer import Trainer
 
 SMALL = replace(

@@ -6,7 +6,7 @@ import torch
 from tests.training import SETTINGS, SMALL, build, take_steps, words
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from depthroute.train.data import Batch
+from depthroute.data.batches import Batch
 from depthroute.train.trainer import DivergenceError, Trainer, next_token_loss
 
 

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from depthroute import diagnostics
 from depthroute.config import parse_methods
 from depthroute.errors import ConfigError
+from depthroute.runs.directory import RunDirectory
 from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.precompile import precompile
-from depthroute.train.run_directory import RunDirectory
 
 COMPILED = replace(
     SETTINGS, steps=4, compile="eager", accumulation=2, validate_every=2, validation_sequences=6

@@ -10,7 +10,7 @@ from depthroute import presets
 from depthroute.bench import step
 from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
-from depthroute.train.data import IGNORED, Batch
+from depthroute.data.batches import IGNORED, Batch
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, Trainer
 

@@ -15,11 +15,11 @@ from depthroute import ops, presets
 from depthroute.bench import breakdown, gate, precompile, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig, parse_methods
+from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
-from depthroute.train.data import Batch
 from depthroute.train.settings import TrainSettings
 
 GATE_SOURCES = (2, 5, 9)

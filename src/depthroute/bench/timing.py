@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.train.environment import MemoryMeter
+from depthroute.runs.environment import MemoryMeter
 
 Made = TypeVar("Made")
 READS_OVER_COPIES = 1.12

@@ -14,17 +14,16 @@ import torch
 
 from depthroute import presets
 from depthroute.config import Method
+from depthroute.data.batches import TokenData, ngram_losses
 from depthroute.errors import ConfigError, unknown
 from depthroute.parallel.world import World
 from depthroute.presets import Preset
-from depthroute.train import environment
-from depthroute.train.data import TokenData, ngram_losses
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, RunError, refuse_another
+from depthroute.runs.summary import summarise
 from depthroute.train.loop import Experiment, Interrupted, Look, Progress
 from depthroute.train.pace import EQUAL
-from depthroute.train.resuming import refuse_another
-from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
-from depthroute.train.summary import summarise
 
 
 @dataclass(frozen=True)

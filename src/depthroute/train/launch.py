@@ -16,7 +16,13 @@ import torch
 from depthroute import files, presets
 from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
+from depthroute.data import sources, tokenise
+from depthroute.data.batches import TokenData
+from depthroute.data.shards import read_index
+from depthroute.data.sources import TextSource
+from depthroute.data.vocabulary import Vocabulary
 from depthroute.errors import ConfigError
+from depthroute.json_shape import ANYTHING, NUMBER, WHOLE, check
 from depthroute.models import saving
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
@@ -25,19 +31,19 @@ from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
-from depthroute.train import environment, sources, tokenise
-from depthroute.train.data import TokenData
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, open_run, refuse_another
+from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
 from depthroute.train.loop import Experiment, Look, Sink
-from depthroute.train.prepare import choose_device, refuse_idle_rates, refuse_too_large
-from depthroute.train.resuming import open_run, refuse_another
-from depthroute.train.run_directory import RunDirectory
+from depthroute.train.prepare import (
+    check_length,
+    choose_device,
+    open_tokens,
+    refuse_idle_rates,
+    refuse_too_large,
+)
 from depthroute.train.settings import TrainSettings, from_recipe
-from depthroute.train.shape import ANYTHING, NUMBER, WHOLE, check
-from depthroute.train.shards import read_index
-from depthroute.train.sinks import TensorBoard, WeightsAndBiases
-from depthroute.train.sources import TextSource
 from depthroute.train.trainer import StepResult, Trainer
-from depthroute.train.vocabulary import Vocabulary
 
 FINETUNING = Recipe(
     steps=20_000,
@@ -111,7 +117,7 @@ def train(
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         fitted = sources.fit_vocabulary(chosen, vocabulary, shape)
-        sources.check_length(settings, fitted.model.get("max_position_embeddings"))
+        check_length(settings, fitted.model.get("max_position_embeddings"))
 
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             return presets.build(fitted, device=device)
@@ -141,7 +147,7 @@ def finetune(
             f"--freeze-base trains the routing alone, and {routing.name} has no parameters; "
             "leave it out, or choose another method"
         )
-    sources.check_length(settings, getattr(config, "max_position_embeddings", None))
+    check_length(settings, getattr(config, "max_position_embeddings", None))
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
@@ -178,7 +184,7 @@ def _launch(
             lambda: sources.prepare(request, tokenizer, request.watch.on_progress)
         )
         folder = Path(world.gather(str(prepared and prepared.folder))[0])
-        data = sources.open_folder(folder, settings, verify=world.is_main)
+        data = open_tokens(folder, settings, verify=world.is_main)
         index = read_index(folder, verify=False)
         vocabulary = None if prepared is None else prepared.vocabulary
         return _run(request, make_job(index["tokenizer"]), data, index, vocabulary, world)

@@ -21,16 +21,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from depthroute.data.batches import Batch, TokenData
 from depthroute.errors import CheckpointError, ConfigError, DepthrouteError
 from depthroute.parallel.world import SINGLE, World
+from depthroute.runs.checkpoint import Checkpoints
+from depthroute.runs.directory import RunDirectory, RunError
+from depthroute.runs.environment import MemoryMeter
+from depthroute.runs.seal import read_state
 from depthroute.train import pace
-from depthroute.train.checkpoint import Checkpoints
-from depthroute.train.data import Batch, TokenData
-from depthroute.train.environment import MemoryMeter
 from depthroute.train.interrupt import Stop, stop_signals
 from depthroute.train.pace import Pace
-from depthroute.train.run_directory import RunDirectory, RunError
-from depthroute.train.seal import read_state
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, StepResult, Trainer
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from depthroute.data.batches import Batch
 from depthroute.methods import BASELINE
-from depthroute.train.data import Batch
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
 

@@ -22,11 +22,11 @@ import torch
 
 from depthroute import presets
 from depthroute.config import RoutingConfig
+from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
 from depthroute.train.compiler import why_it_failed
-from depthroute.train.data import Batch
 from depthroute.train.loop import raise_recompile_limit
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer

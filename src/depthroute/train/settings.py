@@ -36,8 +36,6 @@ _NUMBERS: dict[str, dict[str, Any]] = {
 }
 _OPTIONAL = ("validate_every", "save_every")
 _SWITCHES = ("gradient_checkpointing", "document_masking")
-MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
-"""What a resumed run may set anew: none of it changes a step that is taken."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from depthroute.data.batches import IGNORED, Batch
 from depthroute.errors import DepthrouteError
 from depthroute.ops import compile_options
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
-from depthroute.train import environment
+from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
-from depthroute.train.data import IGNORED, Batch
 from depthroute.train.divergence import locate
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings

@@ -35,7 +35,7 @@ from depthroute.errors import CheckpointError
 from depthroute.parallel.sharded import load_sharded, save_sharded
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import is_sharded
-from depthroute.train.seal import DamagedError, damage, digests, read_state, seal
+from depthroute.runs.seal import DamagedError, damage, digests, read_state, seal
 
 FAILURES = (OSError, SafetensorError, CheckpointException)
 UNREADABLE = (*FAILURES, KeyError, TypeError, ValueError, RuntimeError)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from depthroute import files
-from depthroute.train import shards
-from depthroute.train.data import HELD_OUT_PERCENT, DataError, TokenData
-from depthroute.train.documents import Corpus
-from depthroute.train.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
+from depthroute.data import shards
+from depthroute.data.batches import HELD_OUT_PERCENT, DataError, TokenData
+from depthroute.data.documents import Corpus
+from depthroute.data.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
 
 BATCH_CHARACTERS = 1 << 18
 """Of the documents that are tokenised together."""

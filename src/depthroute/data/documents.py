@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from depthroute.data.batches import DataError, text_files
 from depthroute.errors import shown
 from depthroute.files import at_home
-from depthroute.train.data import DataError, text_files
 
 COMPRESSED = (".gz", ".xz", ".zst")
 ROWS = (".jsonl", ".ndjson")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from depthroute.data.batches import VOCABULARY
 from depthroute.errors import ConfigError
 from depthroute.models.loading import load_tokenizer
 from depthroute.models.saving import save_tokenizer
-from depthroute.train.data import VOCABULARY
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_TRAINED = 257

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from depthroute.methods import BASELINE
-from depthroute.train.run_directory import RunError
-from depthroute.train.shape import is_finite
+from depthroute.runs.directory import RunError
+from depthroute.json_shape import is_finite
 
 Records = list[dict[str, Any]]
 
