@@ -7,7 +7,7 @@ from tests.training import SETTINGS, SMALL, build, take_steps, words
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from depthroute.data.batches import Batch
-from depthroute.train.trainer import DivergenceError, Trainer, next_token_loss
+from depthroute.train.trainer import DivergenceError, Trainer, loss_sum
 
 
 def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit():
@@ -76,6 +76,6 @@ def test_validation_weighs_a_short_last_batch_by_its_tokens():
     batches = words().validation_batches(6)
     assert [len(b.inputs) for b in batches] == [4, 2]
     together = Batch(*(torch.cat([b[i] for b in batches]) for i in (0, 1)))
-    expected = next_token_loss(trainer.model, together).item()
+    expected = (loss_sum(trainer.model, together) / together.num_targets).item()
     assert trainer.validate(batches) == pytest.approx(expected, rel=1e-6)
     assert trainer.model.training

@@ -63,8 +63,8 @@ class Encoder:
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         if self.tokenizer is None:
             return [np.frombuffer(t.encode(errors="replace"), dtype=np.uint8) for t in texts]
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
 
 def as_bytes() -> Vocabulary:

@@ -77,10 +77,10 @@ class RunDirectory:
     def _take(self) -> None:
         """Keep other processes out. The objects of one process share the lock."""
         place = files.destination(self.path)
-        held = self._locks.get(place)
-        if held is None or not held.is_held:
-            held = self._locks[place] = files.lock(place / files.LOCK)
-        self._lock = held
+        lock = self._locks.get(place)
+        if lock is None or not lock.is_held:
+            lock = self._locks[place] = files.lock(place / files.LOCK)
+        self._lock = lock
 
     def _refuse_used(self) -> None:
         """Stopped before it had anything to say, a run leaves an empty list of records."""
@@ -173,8 +173,7 @@ def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> 
 
 def _is_after(record: dict[str, Any], completed: int) -> bool:
     """A step names itself, counted from 0; every other event the steps done before it."""
-    done = record.get("step", 0) + (record["event"] in ("step", "skipped"))
-    return done > completed
+    return record.get("step", 0) + (record["event"] in ("step", "skipped")) > completed
 
 
 def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:

@@ -48,10 +48,10 @@ def precompile(
             file.write_text(json.dumps(job))
             started = time.monotonic()
             command = [sys.executable, "-m", __name__, str(file)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            process = subprocess.run(command, env=environment, capture_output=True, text=True)
             label, seconds = comparison.methods[number].label, time.monotonic() - started
-            if done.returncode:
-                note(f"could not precompile {label}: {why_it_failed(done)}")
+            if process.returncode:
+                note(f"could not precompile {label}: {why_it_failed(process)}")
             else:
                 note(f"compiled {label} in {seconds:.0f} s")
             return seconds

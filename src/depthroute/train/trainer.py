@@ -212,8 +212,3 @@ def loss_sum(model: Any, batch: Batch) -> Tensor:
         ignore_index=IGNORED,
         reduction="sum",
     )
-
-
-def next_token_loss(model: Any, batch: Batch) -> Tensor:
-    """Mean cross-entropy in nats."""
-    return loss_sum(model, batch) / batch.num_targets
