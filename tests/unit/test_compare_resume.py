@@ -135,13 +135,19 @@ def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(tmp_pat
     assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["step_notes"]
 
 
-def as_format_2(folder):
-    """A comparison's checkpoint was named by the lines before it and counted no steps."""
-    state = json.loads((folder / "state.json").read_text()) | {"format": 2}
-    new = ("step", "data", "data_position", "validation_loss", "best", "ranks", "sha256")
-    state = {name: value for name, value in state.items() if name not in new}
+def resealed(folder, change):
+    """A checkpoint whose state was changed, and fits its checksum again."""
+    state = change(json.loads((folder / "state.json").read_text()))
+    state.pop("sha256")
     own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
     (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
+    return state
+
+
+def as_format_2(folder):
+    """A comparison's checkpoint was named by the lines before it and counted no steps."""
+    new = ("step", "data", "data_position", "validation_loss", "best", "ranks")
+    state = resealed(folder, lambda s: {k: v for k, v in s.items() if k not in new} | {"format": 2})
     return folder.rename(folder.with_name(f"at_{state['lines']:09d}"))
 
 
@@ -156,6 +162,26 @@ def test_a_comparison_of_the_format_before_goes_on_bit_for_bit(tmp_path, killed,
     assert timeless(run) == timeless(whole[0])
     assert run.read_json("traces.json") == whole[0].read_json("traces.json")
     assert not (run.path / "checkpoints").exists()
+
+
+def test_a_run_keeps_the_names_of_methods_that_it_was_begun_with(tmp_path, killed, whole):
+    """Names were others in earlier versions; what is run is what must be the same."""
+    run = copy(killed, tmp_path / "run")
+    config = run.read_json("config.json")
+    config["methods"]["earlier"] = config["methods"].pop("delta")
+    run.write_json("config.json", config)
+    run.metrics.write_text(run.metrics.read_text().replace('"delta"', '"earlier"'))
+    names = {"standard": "standard", "delta": "earlier"}
+    for folder in (run.path / "checkpoints").iterdir():
+        resealed(
+            folder,
+            lambda s: s | {"methods": {names[k]: v for k, v in s["methods"].items()}},
+        )
+    summary = compare(run, is_resumed=True)
+    assert [row["method"] for row in summary["rows"]] == ["standard", "earlier"]
+    theirs = [r | {"method": r.get("method")} for r in timeless(run)]
+    mine = [r | {"method": r.get("method")} for r in timeless(whole[0])]
+    assert theirs == [r | {"method": names.get(r["method"])} for r in mine]
 
 
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):

@@ -185,7 +185,10 @@ def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:
 
 
 def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
-    """The configuration ``run`` was begun with, if ``now`` is the same run."""
+    """The configuration ``run`` was begun with, if ``now`` is the same run.
+
+    It goes on under the names of methods that it has: they were others in earlier versions.
+    """
     saved = run.read_json("config.json")
     if not all(isinstance(saved.get(name), dict) for name in ("data", "train", "methods")):
         raise RunError(
@@ -204,10 +207,10 @@ def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without where the data lies, and what was computed from it."""
+    """Without where the data lies, what was computed from it, and what methods were called."""
     left_out = ("name", "validation", "baselines")
     data = {k: v for k, v in config["data"].items() if k not in left_out}
-    return config | {"data": data}
+    return config | {"data": data, "methods": sorted(map(str, config["methods"].values()))}
 
 
 def _other_run(path: Path, name: str, old: Any, new: Any) -> ConfigError:

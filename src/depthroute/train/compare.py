@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from depthroute import presets
-from depthroute.config import Method
+from depthroute.config import Method, RoutingConfig
 from depthroute.data.batches import TokenData, ngram_losses
 from depthroute.errors import ConfigError, unknown
 from depthroute.parallel.world import World
@@ -48,13 +48,6 @@ class Comparison:
     @property
     def labels(self) -> list[str]:
         return [method.label for method in self.methods]
-
-    def builders(self) -> dict[str, Callable[[], Any]]:
-        """By method, what makes its model."""
-        return {
-            method.label: partial(presets.build, self.preset, method.routing, device=self.device)
-            for method in self.methods
-        }
 
     def config(self) -> dict[str, Any]:
         """Everything needed to run this again, JSON-ready; ``data.baselines`` comes on top."""
@@ -94,7 +87,15 @@ def run_comparison(
     """
     config = _configure(comparison, run, is_resumed)
     experiment = Experiment(
-        comparison.builders(),
+        {
+            label: partial(
+                presets.build,
+                comparison.preset,
+                RoutingConfig.from_dict(routing),
+                device=comparison.device,
+            )
+            for label, routing in config["methods"].items()
+        },
         comparison.settings,
         comparison.data,
         run,

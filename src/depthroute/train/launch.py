@@ -201,7 +201,8 @@ def _run(
     config = _config(request, job, index, world)
     opened = world.on_main(lambda: _open_run(request, config))
     run, goes_on = opened or (RunDirectory(files.at_home(request.out)), False)
-    is_resumed = bool(world.gather(goes_on)[0])
+    name = next(iter(run.read_json("config.json")["methods"])) if world.is_main else ""
+    is_resumed, name = world.gather((goes_on, name))[0]
     watch = request.watch if world.is_main else Watch()
     with closing(run):
         outcome = world.gather(_finished(run) if goes_on else None)[0]
@@ -209,7 +210,7 @@ def _run(
             watch.note(f"{run.path} is finished: nothing is left to do")
             return outcome
         experiment = Experiment(
-            {job.routing.name: lambda: job.build(data, world.device, is_resumed)},
+            {name: lambda: job.build(data, world.device, is_resumed)},
             job.settings,
             data,
             run,
