@@ -16,7 +16,7 @@ from typing import Any
 
 import results_models as models
 import results_speed as speed
-from results_data import METHODS, ROOT, load, spread, table, where, without_out
+from results_data import METHODS, ROOT, as_run_today, load, spread, table, where
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REGION = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
@@ -111,8 +111,8 @@ def origin(machine: dict[str, Any]) -> tuple[Sequence[str], str]:
 
 
 def in_short(words: Sequence[str]) -> str:
-    words = without_out(words)
-    named = list(words[: next((i for i, w in enumerate(words) if w.startswith("-")), len(words))])
+    words = as_run_today(words)
+    named = list(words[: next((i for i, w in enumerate(words) if w.startswith("--")), len(words))])
     return " ".join(named + ["..."] * (len(words) > len(named)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from depthroute import methods, schedule
 from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
@@ -175,8 +175,7 @@ class RoutingConfig:
         )
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """One of several that are compared, under the name it is shown by."""
 
     label: str

@@ -1,11 +1,16 @@
-"""`depthroute bench` as a user meets it on a machine without a GPU."""
+"""`depthroute bench` and `python -m bench` as they are met on a machine without a GPU."""
 
 import json
+import sys
 
 import pytest
 import torch
 
-from depthroute.bench import decode, gate, kernels, step, timing, turns
+from bench import __main__ as developers
+from bench import kernels
+from depthroute import ops
+from depthroute.bench import decode, gate, operators, step, timing, turns
+from depthroute.cli.app import main
 from depthroute.errors import DepthrouteError
 
 TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
@@ -17,9 +22,25 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize("command", ["ops", "path", "tune", "step", "decode"])
-def test_without_a_gpu_the_error_says_what_can_be_run(depthroute, no_gpu, command):
-    status, out, err = depthroute("bench", command)
+@pytest.fixture
+def bench(depthroute, monkeypatch):
+    """The developers' entry point, called as the users' is."""
+    from depthroute import cli
+
+    monkeypatch.setattr(cli, "main", lambda: main(developers.app))
+    return depthroute
+
+
+USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "path", "tune", "step")
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [*(("depthroute", c) for c in USERS), *(("bench", c) for c in DEVELOPERS)],
+)
+def test_without_a_gpu_the_error_says_what_can_be_run(request, no_gpu, program, command):
+    run = request.getfixturevalue(program)
+    status, out, err = run("bench", command) if program == "depthroute" else run(command)
     assert (status, out) == (2, "")
     assert err.startswith(f"error: bench {command} measures a CUDA device and there is none here")
     assert "bench step --device cpu --preset tiny" in err and len(err.splitlines()) == 1
@@ -32,20 +53,49 @@ def test_the_cpu_is_refused_where_it_means_nothing(depthroute, no_gpu):
     assert status == 2 and "--device 'tpu'" in err
 
 
-def test_a_step_is_measured_relative_to_standard(depthroute, tmp_path):
+@pytest.fixture
+def small_device(monkeypatch):
+    """Operators are measured on the CPU, at few tokens."""
+    monkeypatch.setattr(timing, "device_of", lambda *arguments, **options: torch.device("cpu"))
+    monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
+    monkeypatch.setattr(operators, "num_tokens", lambda sources: 24)
+    monkeypatch.setattr(operators, "our_mix", ops.depth_mix)
+
+
+def test_operators_are_measured_beside_peers(bench, small_device, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    status, out, err = bench("ops", "--shapes", "2x32", "--peers", "liger", "--json")
+    assert status == 0, err
+    beside = json.loads(out)
+    assert [(row["who"], row["status"]) for row in beside["rows"]] == [("depthroute", "timed")]
+    assert "liger: not measured" in err and beside["contenders"][0]["missing"]
+
+
+def test_a_users_operators_are_checked_and_timed(depthroute, small_device, monkeypatch):
+    status, out, err = depthroute("bench", "ops", "--shapes", "2x32,3x16")
+    assert status == 0, err
+    assert "copy ceiling 1.00 TB/s" in out and out.count("depthroute") == 2
+    monkeypatch.setattr(operators, "our_mix", lambda s, q: ops.depth_mix(s, q * 1.02))
+    status, out, err = depthroute("bench", "ops", "--shapes", "2x32", "--json")
+    assert status == 1 and json.loads(out)["rows"][0]["status"] == "wrong"
+    assert "FAILED S 2 D 32" in err
+
+
+def test_a_step_is_measured_relative_to_standard(bench, tmp_path):
     out = tmp_path / "step.json"
     arguments = ["--methods", "standard,delta-block:num_blocks=2", "--profile", "--out", str(out)]
-    status, printed, err = depthroute("bench", "step", *SHORT, *arguments)
+    status, printed, err = bench("step", *SHORT, *arguments)
     assert status == 0, err
-    assert "delta-block:num_blocks=2" in printed and "speed" in printed and "GB" not in printed
+    assert "delta:num_blocks=2" in printed and "speed" in printed and "GB" not in printed
     saved = json.loads(out.read_text())
     assert saved["kind"] == "step" and saved["failures"] == []
     assert saved["settings"]["batch_size"] == 2 and saved["settings"]["dtype"] == "float32"
     assert 0 < saved["gate"]["worst_ratio"] <= gate.BUDGET
     rows = {row["method"]: row for row in saved["rows"]}
-    assert list(rows) == ["standard", "delta-block:num_blocks=2"]
+    assert list(rows) == ["standard", "delta:num_blocks=2"]
+    assert saved["machine"]["command"][:4] == ["python", "-m", "bench", "step"]
     assert rows["standard"]["relative_speed"] == 1.0
-    routed = rows["delta-block:num_blocks=2"]
+    routed = rows["delta:num_blocks=2"]
     assert routed["relative_speed"] == pytest.approx(rows["standard"]["ms"] / routed["ms"])
     assert routed["paired"] and routed["standard"]["ms"] == rows["standard"]["ms"]
     first, third = routed["relative_speed_quartiles"]
@@ -85,12 +135,12 @@ def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monke
 def test_in_pairs_standard_is_made_once_and_each_method_once(depthroute, monkeypatch):
     made = []
 
-    class Counted(step.Trainer):
+    class Counted(step.StepRunner):
         def __init__(self, settings, label, routing):
             made.append(label)
             super().__init__(settings, label, routing)
 
-    monkeypatch.setattr(step, "Trainer", Counted)
+    monkeypatch.setattr(step, "StepRunner", Counted)
     monkeypatch.setattr(turns, "groups", lambda jobs, device: [[jobs[0], j] for j in jobs[1:]])
     methods = "standard,delta,depth-attention"
     status, out, err = depthroute("bench", "step", *SHORT, "--methods", methods, "--json")
@@ -137,11 +187,11 @@ def test_mistakes_are_one_line(depthroute):
 
 
 @pytest.mark.slow
-def test_what_other_processes_compiled_is_not_compiled_again(depthroute, monkeypatch, tmp_path):
+def test_what_other_processes_compiled_is_not_compiled_again(bench, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    arguments = ["bench", "step", "--device", "cpu", "--preset", "tiny", "--layers", "2"]
+    arguments = ["step", "--device", "cpu", "--preset", "tiny", "--layers", "2"]
     arguments += ["--methods", "standard,delta", "--steps", "1", "--json"]
-    status, out, err = depthroute(*arguments, "--precompile", "2")
+    status, out, err = bench(*arguments, "--precompile", "2")
     assert status == 0, err
     saved = json.loads(out)
     for before, row in zip(saved["precompiled"], saved["rows"], strict=True):
@@ -157,7 +207,7 @@ def test_the_error_of_a_user_is_a_depthroute_error():
         device_of("meta", "step", cpu=True)
 
 
-def test_tuning_prints_the_best_setting_beside_the_one_in_use(depthroute, tmp_path, monkeypatch):
+def test_tuning_prints_the_best_setting_beside_the_one_in_use(bench, tmp_path, monkeypatch):
     layout = pytest.importorskip("depthroute.ops._triton.layout")
     out, asked = tmp_path / "tune.json", []
 
@@ -174,7 +224,7 @@ def test_tuning_prints_the_best_setting_beside_the_one_in_use(depthroute, tmp_pa
     monkeypatch.setattr(timing, "device_of", lambda *arguments, **options: torch.device("cpu"))
     monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e10)
     monkeypatch.setattr(timing, "median_ms", median_ms)
-    status, printed, err = depthroute("bench", "tune", "--out", str(out), "--seconds", "60")
+    status, printed, err = bench("tune", "--out", str(out), "--seconds", "60")
     assert status == 0, err
     assert "warps 4, stages 2" in printed and "2.000" in printed and "8.000" in printed
     assert "in use: 0.050; warps 4, stages 2: 0.200" in err
@@ -185,5 +235,5 @@ def test_tuning_prints_the_best_setting_beside_the_one_in_use(depthroute, tmp_pa
         {"warps": 2, "stages": 3},
         {"warps": 4, "stages": 2},
     ]
-    status, _, err = depthroute("bench", "tune", "--kernels", "mix,atention")
+    status, _, err = bench("tune", "--kernels", "mix,atention")
     assert status == 2 and "did you mean 'attention'" in err

@@ -21,7 +21,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from depthroute.bench import gate, kernels
+from bench import kernels
+from depthroute.bench import gate
 from depthroute.ops._triton import attention_launch, launcher, layout, mix_launch
 from tests.kernels.hopper import HopperDriver
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from depthroute.bench.precompile import compiles_settings
+from bench.precompile import compiles_settings
 from tests.kernels.hopper import HopperDriver
 
 SETTINGS = [

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from depthroute.bench import kernels, timing, tuning
+from bench import kernels, tuning
+from depthroute.bench import timing
 from depthroute.bench.record import Record
 from depthroute.ops._triton import launcher
 

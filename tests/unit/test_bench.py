@@ -8,8 +8,10 @@ import types
 import pytest
 import torch
 
+from bench import breakdown, path, peers, precompile
+from bench import ops as contest
 from depthroute import ops
-from depthroute.bench import breakdown, gate, operators, path, peers, precompile, timing
+from depthroute.bench import gate, operators, timing
 from depthroute.bench.record import Record, write_json
 from depthroute.bench.step import jobs
 from depthroute.errors import ConfigError, DepthrouteError
@@ -131,7 +133,7 @@ def test_one_graph_lasts_long_enough_to_be_timed():
 def test_a_row_is_timed_refused_wrong_or_failed():
     def row(mix, name="a peer", **changes):
         contender = peers.Contender(name, None, mix, **changes)
-        return operators.measure(contender, 3, 40, 32, 1e10, CPU)
+        return contest.measure(contender, 3, 40, 32, 1e10, CPU)
 
     timed = row(reference.depth_mix)
     assert timed["status"] == "timed" and timed["within_budget"]
@@ -153,30 +155,30 @@ def test_a_row_is_timed_refused_wrong_or_failed():
 
     less_exact = row(rounding)
     assert less_exact["status"] == "timed" and not less_exact["within_budget"]
-    assert row(rounding, peers.OURS)["status"] == "wrong"
+    assert row(rounding, operators.OURS)["status"] == "wrong"
 
 
 def test_ours_failing_fails_the_run_and_a_peer_does_not(monkeypatch):
     monkeypatch.setattr(timing, "copy_ceiling", lambda device: 1e12)
     monkeypatch.setattr(operators, "num_tokens", lambda sources: 24)
 
-    def run(**made):
-        makers = {n: (None, lambda n=n, m=m: peers.Contender(n, None, m)) for n, m in made.items()}
+    def run(ours, other):
+        monkeypatch.setattr(operators, "our_mix", ours)
+        makers = {"other": (None, lambda: peers.Contender("other", None, other))}
         monkeypatch.setattr(peers, "MAKERS", makers)
         record = Record("ops", {}, say=quiet)
-        names = [name for name in made if name != peers.OURS]
         shapes = [(2, 32), (3, 16)]
-        operators.run(record, CPU, shapes=shapes, peer_shapes=shapes[:1], names=names, seconds=60)
+        contest.run(record, CPU, shapes=shapes, peer_shapes=shapes[:1], names=["other"], seconds=60)
         return record.values
 
-    good = run(depthroute=ops.depth_mix, other=unnormalised)
+    good = run(ops.depth_mix, unnormalised)
     assert [(r["who"], r["S"], r["status"]) for r in good["rows"]] == [
         ("depthroute", 2, "timed"),
         ("depthroute", 3, "timed"),
         ("other", 2, "wrong"),
     ]
     assert good["failures"] == []
-    bad = run(depthroute=sharper, other=reference.depth_mix)
+    bad = run(sharper, reference.depth_mix)
     assert [r["status"] for r in bad["rows"]] == ["wrong", "wrong", "timed"]
     assert len(bad["failures"]) == 2
 
@@ -188,21 +190,19 @@ def test_a_limit_costs_shapes_and_no_peer_all_of_them(monkeypatch, tmp_path):
     monkeypatch.setattr(operators, "num_tokens", lambda sources: 8)
     out, saved = tmp_path / "ops.json", []
 
-    def measure(contender, sources, *rest):
+    def measure(mix, *rest, **options):
         clock[0] += 10
         saved.append(len(json.loads(out.read_text())["rows"]))
-        return {"status": "wrong" if contender.name == "one" else "refused", "reason": "-"}
+        return {"status": "wrong" if mix == "one" else "refused", "reason": "-"}
 
     monkeypatch.setattr(operators, "measure", measure)
-    names = ["one", "depthroute", "other"]
     pairs = {"tuned_for": lambda sources: sources // 2}
-    makers = {n: (None, lambda n=n: peers.Contender(n, None, None, **pairs)) for n in names}
+    names = ["one", "other"]
+    makers = {n: (None, lambda n=n: peers.Contender(n, None, n, **pairs)) for n in names}
     monkeypatch.setattr(peers, "MAKERS", makers)
     record = Record("ops", {}, out, say=quiet)
     shapes = [(2, 16), (3, 16), (4, 16)]
-    operators.run(
-        record, CPU, shapes=shapes[:1], peer_shapes=shapes, names=["one", "other"], seconds=45
-    )
+    contest.run(record, CPU, shapes=shapes[:1], peer_shapes=shapes, names=names, seconds=45)
     assert [(r["who"], r["S"], r["status"]) for r in record.rows] == [
         ("depthroute", 2, "refused"),
         ("one", 2, "wrong"),
@@ -259,12 +259,11 @@ def test_compiling_ends_in_time_and_leaves_no_tuned_settings(monkeypatch):
 
 
 def test_shapes_are_sources_by_width():
-    everything = operators.all_shapes()
-    assert len(everything) == 20 and operators.parse_shapes("all", everything) == everything
-    assert operators.parse_shapes("5x1024, 57x7168", []) == [(5, 1024), (57, 7168)]
+    assert len(set(operators.parse_shapes("all"))) == 20
+    assert operators.parse_shapes("5x1024, 57x7168") == [(5, 1024), (57, 7168)]
     for wrong in ("5", "5x", "axb", "0x4", "5x1024,"):
         with pytest.raises(ConfigError, match="SOURCESxWIDTH"):
-            operators.parse_shapes(wrong, [])
+            operators.parse_shapes(wrong)
 
 
 def test_a_device_that_is_lost_ends_the_run_with_what_there_is(monkeypatch):
@@ -278,12 +277,11 @@ def test_a_device_that_is_lost_ends_the_run_with_what_there_is(monkeypatch):
     def breaks(sources, query):
         raise RuntimeError("illegal memory access")
 
-    makers = {"depthroute": (None, lambda: peers.Contender("depthroute", None, breaks))}
-    monkeypatch.setattr(peers, "MAKERS", makers)
+    monkeypatch.setattr(operators, "our_mix", breaks)
     monkeypatch.setattr(operators, "num_tokens", lambda sources: 8)
     record = Record("ops", {}, say=quiet)
     shapes = [(2, 16), (3, 16)]
-    operators.run(record, CPU, shapes=shapes, peer_shapes=[], names=[], seconds=60)
+    contest.run(record, CPU, shapes=shapes, peer_shapes=shapes, names=["liger"], seconds=60)
     assert [row["status"] for row in record.rows] == ["failed"]
     assert "lost the device" in record.values["failures"][0]
 
@@ -393,7 +391,7 @@ def test_what_a_peer_cannot_run_is_known_before_it_loses_the_device(install):
 def test_the_compiled_definition_is_compiled_at_every_shape(make):
     contender = make(backend="eager")  # with graphs made by Dynamo, so with its limit of eight
     for sources in range(1, 7):  # two graphs each, with gradients and without
-        row = operators.measure(contender, sources, 8, 16, 1e10, CPU)
+        row = contest.measure(contender, sources, 8, 16, 1e10, CPU)
         assert row["status"] == "timed" and row["within_budget"], row
 
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from depthroute.bench import kernels, operators, timing, tuning
+from bench import kernels, tuning
+from depthroute.bench import operators, timing
 from depthroute.bench.record import Record
 from depthroute.errors import ConfigError
 from depthroute.ops import reference

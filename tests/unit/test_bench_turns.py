@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from depthroute.bench import breakdown, step, timing, turns
+from bench import breakdown
+from depthroute.bench import step, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
 
@@ -161,7 +162,7 @@ def test_both_of_a_pair_are_profiled_in_their_window_and_idle_time_is_the_rest(m
 
     monkeypatch.setattr(breakdown, "of", of)
     machine = Machine()
-    rows = run(machine, monkeypatch, JOBS[:3], profile=True)
+    rows = run(machine, monkeypatch, JOBS[:3], profile=breakdown)
     row = rows["attnres-full"]
     assert row["idle_ms"] == pytest.approx(70.0), "against the kernels' union, not their sum"
     assert row["breakdown"]["window"] == ["standard", "attnres-full"]
@@ -169,7 +170,7 @@ def test_both_of_a_pair_are_profiled_in_their_window_and_idle_time_is_the_rest(m
     assert row["standard"]["idle_ms"] == pytest.approx(10.0)
     assert machine.log[-4:] == ["standard", "attnres-full"] * 2, "a turn before each profile"
     said = []
-    step.finish(row | PRINTED, Record("step", {}, say=said.append))
+    step.finish(row | PRINTED, Record("step", {}, say=said.append), breakdown)
     assert "x0.625 (0.625 to 0.625) of 100.000 ms" in said[0]
     assert "idle 70.00 of 160.00 ms (44%)" in said[1]
     assert "standard beside it: kernels 95.00 ms, idle 10.00 of 100.00 ms (10%)" in said[2]
@@ -180,7 +181,7 @@ def test_a_profile_that_fails_leaves_the_times(monkeypatch):
         raise RuntimeError("no CUPTI")
 
     monkeypatch.setattr(breakdown, "of", of)
-    rows = run(Machine(), monkeypatch, JOBS[:2], profile=True)
+    rows = run(Machine(), monkeypatch, JOBS[:2], profile=breakdown)
     assert rows["delta"]["ms"] == 125.0 and "no CUPTI" in rows["delta"]["breakdown_error"]
 
 
@@ -190,15 +191,15 @@ def test_peak_memory_is_a_methods_own_whatever_lies_beside_it(monkeypatch, other
         preset="tiny", batch_size=1, sequence_length=8, layers=1, eager=True, device="cpu",
         dtype="float32",
     )  # fmt: skip
-    trainer = step.Trainer(settings, "delta", RoutingConfig("delta"))
-    trainer.warm_up(1)
-    mine = 4 * 3 * sum(p.numel() for p in trainer.model.parameters())
+    runner = step.StepRunner(settings, "delta", RoutingConfig("delta"))
+    runner.warm_up(1)
+    mine = 4 * 3 * sum(p.numel() for p in runner.model.parameters())
     activations = 5_000_000
-    trainer.device = CUDA
+    runner.device = CUDA
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: mine + others)
     monkeypatch.setattr(
         torch.cuda, "max_memory_allocated", lambda device: mine + others + activations
     )
-    assert trainer.peak_gb() == pytest.approx((mine + activations) / 1e9, rel=1e-3)
+    assert runner.peak_gb() == pytest.approx((mine + activations) / 1e9, rel=1e-3)

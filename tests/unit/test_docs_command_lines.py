@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from bench.__main__ import app as developers
 from depthroute.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -24,10 +25,10 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 UsageError = typer.BadParameter.__base__  # of click, or of the copy inside typer
 PROGRAM = r"(?:torchrun [^#`]*-m |python -m )?depthroute(?:\.cli)?"
 BLOCK_LINE = re.compile(
-    rf"^\s*(?:\$ )?(?:{PROGRAM} (?=[a-z-])|python (?=(?:examples|bench)/\w+\.py))(.*)"
+    rf"^\s*(?:\$ )?(?:{PROGRAM} (?=[a-z-])|python (?=(?:examples|bench)/\w+\.py|-m bench ))(.*)"
 )
 SPAN = re.compile(
-    rf"`+(?:{PROGRAM} (?=[a-z-])|(?=bench [a-z])|python (?=(?:examples|bench)/))([^`]+)`"
+    rf"`+(?:{PROGRAM} (?=[a-z-])|(?=bench [a-z])|python (?=(?:examples|bench)/|-m bench ))([^`]+)`"
 )
 
 
@@ -55,7 +56,9 @@ def spans(text):
 
 def command_named_by(words):
     """The command that the first words name, down the tree of groups, and the words after them."""
-    command = typer.main.get_command(app)
+    is_developers = words[:2] == ["-m", "bench"]
+    command = typer.main.get_command(developers if is_developers else app)
+    words = words[2:] if is_developers else words
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         name, *words = words
         assert name in command.commands, f"no command {name!r} among {', '.join(command.commands)}"
@@ -130,6 +133,9 @@ def documented():
         if path in PAGES:
             for line in re.findall(r"Example: `depthroute ([^`]+)`", text):
                 yield name, line, True
+    for command in developers.registered_commands:
+        for line in re.findall(r"Example: `python ([^`]+)`", command.epilog):
+            yield "bench/__main__.py", line, True
 
 
 LINES = sorted(set(documented()))
@@ -148,6 +154,9 @@ def test_a_documented_command_line_is_understood(page, line, is_whole):
         ("bench step --eager=yes", "does not take a value"),
         ("bench steps", "no command 'steps'"),
         ("bench --out FILE", "No such option: --out"),
+        ("bench ops --peers all", "No such option: --peers"),
+        ("-m bench ops --peer all", "No such option: --peer"),
+        ("-m bench peers", "no command 'peers'"),
         ("examples/convert_real.py --once", "has no .'--once'"),
         ("examples/convert_real.py --base", "expected one argument"),
         ("examples/convert_all.py", "no script"),
@@ -175,6 +184,7 @@ def test_command_lines_are_found():
     assert list(command_lines("    python examples/a.py --b  # c\n")) == ["examples/a.py --b"]
     assert list(command_lines("    torchrun --x 2 -m depthroute train > log\n")) == ["train"]
     assert spans("as `depthroute env\n--json` and `bench step` do") == ["env --json", "bench step"]
+    assert spans("as `python -m bench tune` does") == ["-m bench tune"]
     files = {name for name, _, _ in LINES}
     assert {"README.md", "docs/training.md", "docs/commands.md", "docs/kernels.md"} <= files
     assert {"examples/check_eval.py", "src/depthroute/cli/about.py"} <= files

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,18 @@ def test_the_core_needs_nothing_but_torch(part):
         assert roots <= allowed, f"{identify(path)} imports {sorted(roots - allowed)}"
 
 
+def test_what_only_developers_run_stays_outside_of_the_package():
+    """The wheel holds src/ alone; what is installed must not reach for the rest."""
+    settings = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    assert settings["tool"]["setuptools"]["packages"]["find"] == {"where": ["src"]}
+    assert [path.name for path in PACKAGE.parent.glob("*/__init__.py")] == ["__init__.py"]
+    outside = {"bench", "tests", "docs", "examples"}
+    for path in SOURCES:
+        assert not outside & {name.split(".")[0] for name in imported(path)}, identify(path)
+
+
 def test_no_file_is_longer_than_600_lines():
-    files = [*SOURCES, *TESTS.rglob("*.py")]
+    files = [*SOURCES, *TESTS.rglob("*.py"), *(TESTS.parent / "bench").glob("*.py")]
     assert len(files) > 20
     lengths = {str(path): len(path.read_text().splitlines()) for path in files}
     assert {name: n for name, n in lengths.items() if n > 600} == {}

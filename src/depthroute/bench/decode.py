@@ -10,7 +10,7 @@ import torch
 from depthroute import ops, presets
 from depthroute.bench import gate, step, timing
 from depthroute.bench.record import Record, one_line
-from depthroute.config import RoutingConfig
+from depthroute.config import Method, RoutingConfig
 
 AGAIN = "standard, again"
 """Standard is measured first and again last; the difference is the noise of the run."""
@@ -18,9 +18,7 @@ PROMPT, ROOM = 64, 256
 SITE_SOURCES, SITE_WIDTH, SITES_PER_GRAPH = (5, 9, 33), 1024, 20
 
 
-def run(
-    record: Record, settings: step.Settings, methods: Sequence[tuple[str, RoutingConfig]]
-) -> None:
+def run(record: Record, settings: step.Settings, methods: Sequence[Method]) -> None:
     device = torch.device(settings.device)
     width = presets.get(settings.preset).model["hidden_size"]
     if not step.gate_operators(record, settings, width):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable
@@ -72,13 +71,6 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 def machine() -> dict[str, Any]:
     """Hardware, versions and commit."""
     return environment.describe() | {"cuda": torch.version.cuda}
-
-
-def version_of(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -12,9 +12,9 @@ import torch
 import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
-from depthroute.bench import breakdown, gate, precompile, timing, turns
+from depthroute.bench import gate, timing, turns
 from depthroute.bench.record import Record
-from depthroute.config import RoutingConfig, parse_methods
+from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
@@ -56,7 +56,7 @@ def build(settings: Settings, routing: RoutingConfig) -> Any:
     return presets.build(preset, routing, device=settings.device, dtype=dtype)
 
 
-class Trainer:
+class StepRunner:
     """One method, ready to take steps on one batch."""
 
     def __init__(self, settings: Settings, label: str, routing: RoutingConfig) -> None:
@@ -87,13 +87,13 @@ class Trainer:
 
     def start(self) -> dict[str, Any]:
         """Compiled and warm; what that took and what ran."""
-        before = precompile.counts()
+        before = cache_counts()
         with ops.record_backends() as ran:
             seconds = self.warm_up()
         return {
             "warmup_s": seconds,
             "ran": {f"{op}, {backend}": n for (op, backend), n in ran.items()},
-            "compiler_caches": precompile.counts(since=before),
+            "compiler_caches": cache_counts(since=before),
             "peak_gb": self.peak_gb(),
         }
 
@@ -115,12 +115,27 @@ class Trainer:
         }
 
 
-def jobs(text: str) -> list[turns.Job]:
+def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
+    """Graphs found in and missing from the disk caches by this process."""
+    from torch._dynamo.utils import counters
+
+    found = {
+        "hits": counters["inductor"]["fxgraph_cache_hit"]
+        + counters["aot_autograd"]["autograd_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"]
+        + counters["aot_autograd"]["autograd_cache_miss"],
+        "bypasses": counters["inductor"]["fxgraph_cache_bypass"]
+        + counters["aot_autograd"]["autograd_cache_bypass"],
+    }
+    return {name: n - (since or {}).get(name, 0) for name, n in found.items()}
+
+
+def jobs(text: str) -> list[Method]:
     """Methods in order, with standard first, since everything is relative to it."""
     methods = parse_methods(text)
     if methods[0].label != BASELINE:
         raise ConfigError(f"--methods must begin with {BASELINE}: the others are relative to it")
-    return [(method.label, method.routing) for method in methods]
+    return list(methods)
 
 
 def gate_operators(record: Record, settings: Settings, width: int) -> bool:
@@ -142,44 +157,34 @@ def gate_operators(record: Record, settings: Settings, width: int) -> bool:
 def run(
     record: Record,
     settings: Settings,
-    methods: Sequence[turns.Job],
+    methods: Sequence[Method],
     *,
     steps: int,
-    num_processes: int = 0,
-    profile: bool = False,
+    profile: turns.Profile | None = None,
 ) -> None:
     width = presets.get(settings.preset).model["hidden_size"]
     if not gate_operators(record, settings, width):
         return
     if not settings.eager:
         record.values["caches"] = use_own_caches()
-        if num_processes > 0:
-            names = [label for label, _ in methods]
-            record.values["precompiled"] = precompile.steps(
-                settings.to_dict(), names, num_processes, record.say
-            )
     timing.forget()
     measured = turns.Turns(
-        lambda label, routing: Trainer(settings, label, routing), steps, profile=profile
+        lambda label, routing: StepRunner(settings, label, routing), steps, profile=profile
     )
     with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
         for group in turns.groups(methods, torch.device(settings.device)):
             for row in measured.rows(group):
-                finish(row, record)
+                finish(row, record, profile)
 
 
-def finish(row: dict[str, Any], record: Record) -> None:
+def finish(row: dict[str, Any], record: Record, profile: turns.Profile | None = None) -> None:
     """Saved, then said."""
     record.add(row)
     if "error" in row:
         record.fail(f"{row['method']}: {row['error']}")
         return
-    record.say(line(row))
-    for of, found in (("", row), ("standard beside it: ", row.get(BASELINE, {}))):
-        if "breakdown" in found:
-            record.say(breakdown.line(found["breakdown"], of, found["ms"], found.get("idle_ms")))
-    if "breakdown_error" in row:
-        record.say(f"    no breakdown: {row['breakdown_error']}")
+    for text in [line(row), *(profile.lines(row) if profile else ())]:
+        record.say(text)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from torch import Tensor
 from depthroute.errors import DepthrouteError
 from depthroute.runs.environment import MemoryMeter
 
-Made = TypeVar("Made")
 READS_OVER_COPIES = 1.12
 """Mostly reading is faster than copying, which also turns the bus around: the datasheet's 4.8 TB/s
 over the 4.23 to 4.28 TB/s that a copy reaches on an H200. Anything above is a wrong measurement."""
@@ -62,18 +61,6 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Where graphs are captured. Autograd runs a backward on the stream of its forward, so a
     backward that is captured alone needs a forward that ran here."""
     return torch.cuda.Stream(device)
-
-
-def on_capture_stream(function: Callable[[], Made], device: torch.device) -> Made:
-    """What a forward makes there, so that its backward can be captured alone."""
-    if device.type != "cuda":
-        return function()
-    stream = capture_stream(device)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        made = function()
-    torch.cuda.current_stream().wait_stream(stream)
-    return made
 
 
 def capture(

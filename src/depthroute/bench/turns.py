@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from depthroute.bench import breakdown, timing
+from depthroute.bench import timing
 from depthroute.bench.record import one_line
-from depthroute.config import RoutingConfig
+from depthroute.config import Method, RoutingConfig
 from depthroute.methods import BASELINE
 
 WARM_TURNS = 3
@@ -28,11 +28,10 @@ WARM_TURNS = 3
 OF_A_WINDOW = ("ms", "steps", "peak_gb", "idle_ms", "breakdown")
 """What a row keeps of the standard that was measured beside it."""
 
-Job = tuple[str, RoutingConfig]
 Row = dict[str, Any]
 
 
-class Trainer(Protocol):
+class Runner(Protocol):
     """What can take a turn."""
 
     label: str
@@ -49,11 +48,24 @@ class Trainer(Protocol):
     def figures(self, times: Sequence[float]) -> Row: ...
 
 
+class Profile(Protocol):
+    """Where the time of a step goes, as something outside says it."""
+
+    def of(
+        self,
+        step: Callable[[], object],
+        device: torch.device,
+        before: Callable[[], object] | None = None,
+    ) -> Row: ...
+
+    def lines(self, row: Row) -> list[str]: ...
+
+
 class NoRoomError(Exception):
-    """A trainer ran out of memory while others were on the device."""
+    """A runner ran out of memory while others were on the device."""
 
 
-def groups(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
+def groups(jobs: Sequence[Method], device: torch.device) -> list[list[Method]]:
     """Who shares a window: all on a CPU, on a GPU each method with standard, which comes first."""
     if device.type == "cpu" or len(jobs) < 3:
         return [list(jobs)]
@@ -62,16 +74,20 @@ def groups(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
 
 class Turns:
     def __init__(
-        self, make: Callable[[str, RoutingConfig], Trainer], steps: int, *, profile: bool = False
+        self,
+        make: Callable[[str, RoutingConfig], Runner],
+        steps: int,
+        *,
+        profile: Profile | None = None,
     ) -> None:
         self.make, self.steps, self.profile = make, steps, profile
-        self.ready: dict[str, Trainer] = {}
+        self.ready: dict[str, Runner] = {}
         """On the device; only standard outlives its window."""
         self.about: dict[str, Row] = {}
-        """What was found when a trainer started, or its error."""
+        """What was found when a runner started, or its error."""
         self.told: set[str] = set()
 
-    def rows(self, group: Sequence[Job]) -> Iterator[Row]:
+    def rows(self, group: Sequence[Method]) -> Iterator[Row]:
         """A row for every method of ``group`` that has had none, relative to standard's window."""
         try:
             rows = self._together(group)
@@ -83,7 +99,7 @@ class Turns:
                 self.told.add(row["method"])
                 yield row
 
-    def _together(self, group: Sequence[Job]) -> list[Row]:
+    def _together(self, group: Sequence[Method]) -> list[Row]:
         rows, times = self._window(group)
         base = rows.get(BASELINE, {})
         for label, row in rows.items():
@@ -96,15 +112,16 @@ class Turns:
                     row["relative_speed_quartiles"] = quartiles(times[BASELINE], times[label])
         return list(rows.values())
 
-    def _apart(self, group: Sequence[Job]) -> list[Row]:
+    def _apart(self, group: Sequence[Method]) -> list[Row]:
         """One at a time, and standard right after each; it stays for the next group."""
         found: dict[str, Row] = {}
-        standard = [job for job in group if job[0] == BASELINE]
-        for label, routing in group:
+        standard = [method for method in group if method.label == BASELINE]
+        for method in group:
+            label = method.label
             if label == BASELINE:
                 continue
             self._clear()
-            row = self._window([(label, routing)])[0][label]
+            row = self._window([method])[0][label]
             self._clear()
             base = self._window(standard)[0].get(BASELINE, {}) if standard else {}
             if "ms" in row and "ms" in base:
@@ -116,7 +133,7 @@ class Turns:
             found[label] = row
         return list(found.values())
 
-    def _window(self, group: Sequence[Job]) -> tuple[dict[str, Row], dict[str, list[float]]]:
+    def _window(self, group: Sequence[Method]) -> tuple[dict[str, Row], dict[str, list[float]]]:
         """Rows by label, and the time of every step; a failure is a row as well."""
         labels = [label for label, _ in group]
         self.ready = {label: self.ready[label] for label in labels if label in self.ready}
@@ -124,51 +141,61 @@ class Turns:
         for label, routing in group:
             if label not in self.ready and "error" not in self.about.get(label, {}):
                 self._start(label, routing)
+        times = self._take_turns(labels)
         rows = {label: dict(self.about[label]) for label in labels}
+        taking = self._taking(labels)
+        for label in taking:
+            rows[label] |= self.ready[label].figures(times[label])
+        if self.profile is not None:
+            for label in taking:
+                rows[label] |= self._profiled(self.profile, label, taking, rows[label]["ms"])
+        return rows, times
+
+    def _taking(self, labels: Sequence[str]) -> list[str]:
+        return [label for label in labels if label in self.ready]
+
+    def _take_turns(self, labels: Sequence[str]) -> dict[str, list[float]]:
+        """Milliseconds of every step after the first turns; who fails takes no further one."""
         times: dict[str, list[float]] = {label: [] for label in labels}
         for turn in range(WARM_TURNS + self.steps):
-            for label in [label for label in labels if label in self.ready]:
+            for label in self._taking(labels):
                 try:
                     milliseconds = self.ready[label].timed_step()
                 except Exception as error:
-                    rows[label] |= self._lost(label, error)
+                    self._lost(label, error)
                     continue
                 if turn >= WARM_TURNS:
                     times[label].append(milliseconds)
-        taking = [label for label in labels if label in self.ready]
-        for label in taking:
-            rows[label] |= self.ready[label].figures(times[label])
-        for label in taking if self.profile else ():
-            rows[label] |= self._profiled(label, taking, rows[label]["ms"])
-        return rows, times
+        return times
 
     def _start(self, label: str, routing: RoutingConfig) -> None:
         self.about[label] = {"method": label}
         try:
-            trainer = self.make(label, routing)
-            self.about[label] |= trainer.start()
-            self.ready[label] = trainer
+            runner = self.make(label, routing)
+            self.about[label] |= runner.start()
+            self.ready[label] = runner
         except Exception as error:
             self._lost(label, error)
 
-    def _lost(self, label: str, error: Exception) -> Row:
-        """Its error; where others take the memory, it may go well without them."""
+    def _lost(self, label: str, error: Exception) -> None:
+        """Keeps the error; where others take the memory, it may go well without them."""
         self.ready.pop(label, None)
         if self.ready and is_out_of_memory(error):
             raise NoRoomError from None
         self.about[label]["error"] = one_line(error, 600)
-        return self.about[label]
 
-    def _profiled(self, label: str, taking: Sequence[str], milliseconds: float) -> Row:
+    def _profiled(
+        self, profile: Profile, label: str, taking: Sequence[str], milliseconds: float
+    ) -> Row:
         """Where the time goes, in the state that the turns leave the device in."""
-        trainer = self.ready[label]
+        runner = self.ready[label]
 
         def turn() -> None:
             for other in taking:
                 self.ready[other].step()
 
         try:
-            found = breakdown.of(trainer.step, trainer.device, before=turn)
+            found = profile.of(runner.step, runner.device, before=turn)
         except Exception as error:  # the times stand
             return {"breakdown_error": one_line(error)}
         row: Row = {"breakdown": found | {"window": list(taking)}}

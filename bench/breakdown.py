@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-OURS = "depthroute"
+from depthroute.bench.operators import OURS
+from depthroute.methods import BASELINE
+
 WORDS = {
     "optimiser": ("adam", "fusedoptimizer", "multi_tensor_apply", "optimizer"),
     "attention": ("flash", "fmha", "sdpa", "attention"),
@@ -148,3 +150,16 @@ def line(
         ours = [f"{k} {v['ms']:.2f} ms in {v['count']:.0f}" for k, v in found[OURS].items()]
         text += f"\n    depthroute: {', '.join(ours)}"
     return text
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """What a step's row says of its own profile and of that of the standard step beside it."""
+    both = (("", row), ("standard beside it: ", row.get(BASELINE, {})))
+    said = [
+        line(side["breakdown"], of, side["ms"], side.get("idle_ms"))
+        for of, side in both
+        if "breakdown" in side
+    ]
+    if "breakdown_error" in row:
+        said.append(f"    no breakdown: {row['breakdown_error']}")
+    return said

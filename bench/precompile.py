@@ -20,29 +20,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from depthroute.bench.peers import TUNED_ON_DISK
-from depthroute.bench.record import Say
+import torch
+
+from bench import peers
+from depthroute.bench import gate
+from depthroute.bench.operators import num_tokens
+from depthroute.bench.record import Say, one_line
+from depthroute.bench.step import Settings, StepRunner, cache_counts
+from depthroute.config import RoutingConfig
 from depthroute.train.compiler import use_own_caches, why_it_failed
 
-PACKAGE = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
 COMPILE_TOKENS, FOR_ANY_TOKENS = 256, ("depthroute", "fla", "fla-level-0", "liger")
 """Enough for the kernels of these contenders, which do not have the number of tokens in them."""
-
-
-def counts(since: dict[str, int] | None = None) -> dict[str, int]:
-    """Graphs found in and missing from the disk caches by this process."""
-    from torch._dynamo.utils import counters
-
-    found = {
-        "hits": counters["inductor"]["fxgraph_cache_hit"]
-        + counters["aot_autograd"]["autograd_cache_hit"],
-        "misses": counters["inductor"]["fxgraph_cache_miss"]
-        + counters["aot_autograd"]["autograd_cache_miss"],
-        "bypasses": counters["inductor"]["fxgraph_cache_bypass"]
-        + counters["aot_autograd"]["autograd_cache_bypass"],
-    }
-    return {name: n - (since or {}).get(name, 0) for name, n in found.items()}
 
 
 def steps(
@@ -112,12 +103,14 @@ def _in_process(
     task: dict[str, Any], label: str, say: Say, seconds: float | None = None
 ) -> dict[str, Any]:
     """The last line of the process is its result; a failure is reported and costs only time."""
-    environment = os.environ | dict.fromkeys(SWITCHES, "1") | dict.fromkeys(TUNED_ON_DISK, "0")
-    paths = [str(PACKAGE.parent), environment.get("PYTHONPATH", "")]
+    environment = (
+        os.environ | dict.fromkeys(SWITCHES, "1") | dict.fromkeys(peers.TUNED_ON_DISK, "0")
+    )
+    paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "depthroute.bench.precompile", json.dumps(task)],
+            [sys.executable, "-m", "bench.precompile", json.dumps(task)],
             capture_output=True,
             text=True,
             env=environment,
@@ -139,21 +132,12 @@ def _in_process(
 
 
 def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
-    from depthroute.bench.step import Settings, Trainer
-    from depthroute.config import RoutingConfig
-
     routing = RoutingConfig.named(task["method"])
-    trainer = Trainer(Settings(**task["settings"]), routing.name, routing)
-    return {"seconds": trainer.warm_up(1), "compiler_caches": counts()}
+    runner = StepRunner(Settings(**task["settings"]), routing.name, routing)
+    return {"seconds": runner.warm_up(1), "compiler_caches": cache_counts()}
 
 
 def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from depthroute.bench import gate, peers
-    from depthroute.bench.operators import num_tokens
-    from depthroute.bench.record import one_line
-
     index, count = task["share"]
     started, failed = time.perf_counter(), []
     for number, (name, sources, width) in enumerate(task["rows"]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from depthroute.errors import unknown
 Setting = dict[str, int]
 """Fields of a launch in ``ops/_triton/layout.py``; with none, the launch is the one in use."""
 Launched = Callable[[], Sequence[Tensor]]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,18 @@ def normals(device: torch.device, seed: int) -> Callable[..., Tensor]:
         return torch.randn(*shape, device=device, generator=generator)
 
     return normal
+
+
+def on_capture_stream(function: Callable[[], Made], device: torch.device) -> Made:
+    """What a forward makes there, so that its backward can be captured alone."""
+    if device.type != "cuda":
+        return function()
+    stream = timing.capture_stream(device)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        made = function()
+    torch.cuda.current_stream().wait_stream(stream)
+    return made
 
 
 # the depth mix
@@ -110,7 +123,7 @@ def mix(count: int, width: int, device: torch.device, tokens: int | None = None)
     verdict = gate.check(triton_mix, given)
     if not verdict.holds:
         raise ArithmeticError(str(verdict))
-    x = timing.on_capture_stream(lambda: triton_mix(given.sources, given.query), device)
+    x = on_capture_stream(lambda: triton_mix(given.sources, given.query), device)
 
     @torch.no_grad()
     def forward() -> Sequence[Tensor]:
@@ -207,7 +220,7 @@ def boundary(
         made = [done.y, done.state, done.last, *done.sources]
         return [t for t in made if t is not None]
 
-    made = timing.on_capture_stream(results, device)
+    made = on_capture_stream(results, device)
     grads = [normal(tokens, width).bfloat16() for _ in made]
 
     def forward() -> Sequence[Tensor]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.kernels import Case, Job, Setting
 from depthroute.bench import timing
-from depthroute.bench.kernels import Case, Job, Setting
 from depthroute.bench.record import Record, one_line
 
 SAME_RESULT = 0.01

@@ -9,6 +9,7 @@ cannot run is said with the reason.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute import ops
 from depthroute.bench.gate import Mix
-from depthroute.bench.record import one_line, version_of
+from depthroute.bench.operators import OURS, our_mix
+from depthroute.bench.record import one_line
 from depthroute.errors import unknown
 from depthroute.ops import reference
 
@@ -66,12 +67,11 @@ class Contender:
         return version_of(self.distribution) if self.distribution else None
 
 
-def _ours() -> Contender:
-    return Contender(
-        "depthroute",
-        None,
-        lambda sources, query: ops.depth_mix(sources, query, eps=EPS, backend="triton"),
-    )
+def version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _compiled(backend: str = "inductor") -> Contender:
@@ -201,7 +201,7 @@ def _offsets_overflow(sources: int, tokens: int, width: int) -> str | None:
 
 
 MAKERS: dict[str, tuple[str | None, Callable[[], Contender]]] = {
-    "depthroute": (None, _ours),
+    OURS: (None, lambda: Contender(OURS, None, our_mix)),
     "fla": ("fla-core", lambda: _fla(1)),
     "fla-level-0": ("fla-core", lambda: _fla(0)),
     "liger": ("liger-kernel", _liger),
@@ -211,7 +211,6 @@ MAKERS: dict[str, tuple[str | None, Callable[[], Contender]]] = {
     "fast-attnres": ("fast-attnres", _fast),
 }
 """The distribution to install and the adapter; quick to compile first."""
-OURS = "depthroute"
 
 
 def parse(text: str) -> list[str]:

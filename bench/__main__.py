@@ -1,0 +1,179 @@
+"""`python -m bench`: what only developers measure. See `depthroute bench` for the rest."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from bench import breakdown, kernels, peers, tuning
+from bench import ops as contest
+from bench import path as paths
+from bench import precompile as compiling
+from depthroute.bench import timing
+from depthroute.bench.operators import parse_shapes
+from depthroute.bench.record import Record
+from depthroute.cli.app import Commands, main
+from depthroute.cli.bench import (
+    OPERATOR_COLUMNS,
+    Gpu,
+    ModelOptions,
+    OutputOptions,
+    Shapes,
+    StepOptions,
+    measure_step,
+)
+from depthroute.train.compiler import use_own_caches
+
+app = Commands(
+    help="Measure beside other libraries, along the residual path, by kind of kernel, and tune.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+Precompile = Annotated[
+    int, typer.Option(min=0, help="Fill the compilers' caches in this many processes first.")
+]
+
+
+def record_of(kind: str, output: OutputOptions, **settings: Any) -> Record:
+    record = output.record(kind, **settings)
+    record.values["machine"]["command"] = ["python", "-m", "bench", *sys.argv[1:]]
+    return record
+
+
+@app.command(epilog="Example: `python -m bench ops --peers all --peer-shapes 9x2048 --out op.json`")
+def ops(
+    *,
+    shapes: Shapes = "all",
+    peers_: Annotated[
+        str,
+        typer.Option(
+            "--peers",
+            help=f"all, none, or of {', '.join(n for n in peers.MAKERS if n != contest.OURS)}; one "
+            "that is not installed is reported.",
+        ),
+    ] = "all",
+    peer_shapes: Annotated[
+        str, typer.Option(help="Shapes for the peers, or all; most tune themselves, slowly.")
+    ] = "5x2048,9x2048,9x4096,17x2048,33x2048",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="When no further row of a peer is begun.")
+    ] = 540.0,
+    precompile: Precompile = 0,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """The depth mix at one site against a plain copy and against other implementations.
+
+    Every row is checked against the definition in fp64 at the size that is timed. Fractions are
+    of the measured copy speed. A peer that needs its sources stacked is timed with stacking.
+    """
+    where = timing.device_of(device, "ops", cpu=False)
+    names, wanted, for_peers = peers.parse(peers_), parse_shapes(shapes), parse_shapes(peer_shapes)
+    record = record_of("ops", output, shapes=shapes, peers=peers_, peer_shapes=peer_shapes)
+    contest.run(
+        record,
+        where,
+        shapes=wanted,
+        peer_shapes=for_peers,
+        names=names,
+        seconds=seconds,
+        num_processes=precompile,
+    )
+    output.finish(record, OPERATOR_COLUMNS, "one site")
+
+
+@app.command(epilog="Example: `python -m bench path --out path.json`")
+def path(*, device: Gpu = "auto", output: OutputOptions) -> None:
+    """The whole residual path over 32 sublayers: site by site, carried gradients, two phases."""
+    where = timing.device_of(device, "path", cpu=False)
+    sizes = {"sublayers": paths.SUBLAYERS, "tokens": paths.TOKENS, "width": paths.WIDTH}
+    record = record_of("path", output, **sizes)
+    paths.run(record, where)
+    columns = {
+        "how": "how",
+        "budget": "error",
+        "forward_ms": "forward ms",
+        "both_ms": "with backward ms",
+        "peak_gb": "GB",
+    }
+    output.finish(record, columns, "residual path")
+
+
+@app.command(
+    epilog="Example: `python -m bench step --profile --preset delta-7.57b --layers 4 "
+    "--vocab-size 8192`"
+)
+def step(
+    *,
+    model: ModelOptions,
+    options: StepOptions,
+    precompile: Precompile = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also where the time goes, and the GPU's idle time.")
+    ] = False,
+    output: OutputOptions,
+) -> None:
+    """Whole training steps as `depthroute bench step` takes them, looked into.
+
+    Processes that compile hold a model each, which must fit the device together.
+    """
+
+    def compile_first(record: Record, settings: Any, labels: list[str]) -> None:
+        record.values["machine"]["command"] = ["python", "-m", "bench", *sys.argv[1:]]
+        if precompile > 0 and not settings.eager:
+            use_own_caches()
+            record.values["precompiled"] = compiling.steps(
+                settings.to_dict(), labels, precompile, record.say
+            )
+
+    looks = breakdown if profile else None
+    measure_step(model, options, output, prepare=compile_first, profile=looks)
+
+
+@app.command(epilog="Example: `python -m bench tune --kernels boundary,group --out tune.json`")
+def tune(
+    *,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kernels",
+            help="all, or of mix, boundary (between sublayers), group (phase 1 on tensor cores) "
+            "and attention (depth attention), separated by commas.",
+        ),
+    ] = "mix",
+    shapes: Annotated[
+        str,
+        typer.Option(
+            help="Of mix: all, or SOURCESxWIDTH separated by commas. Other kernels have their own."
+        ),
+    ] = "9x1024,33x1024,9x2048,33x2048,9x4096,33x4096,9x7168,33x7168",
+    seconds: Annotated[float, typer.Option(min=0.0, help="When no further row is begun.")] = 240.0,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """Launch settings of the kernels; `ops/_triton/layout.py` holds the choice.
+
+    The setting in use is timed first. Any other has to give the same result before it is timed;
+    one that does not, or does not fit the chip, is a row with its error.
+    """
+    where = timing.device_of(device, "tune", cpu=False)
+    jobs = kernels.jobs(kernels.parse(kinds), parse_shapes(shapes), where)
+    record = record_of("tune", output, kernels=kinds, shapes=shapes, seconds=seconds)
+    tuning.run(record, where, jobs=jobs, seconds=seconds)
+    columns = {
+        "kernel": "kernel",
+        "shape": "shape",
+        "setting": "best",
+        "ms": "ms",
+        "frac": "of copy",
+        "in_use_ms": "in use ms",
+    }
+    output.finish(record, columns, "launch settings", tuning.best_rows(record.rows))
+
+
+if __name__ == "__main__":
+    main(app)
