@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from depthroute.diagnostics.results import units
@@ -36,7 +37,7 @@ def palette(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [chosen[series["method"]] for series in data["series"]]
 
 
-def styles(data: dict[str, Any]) -> list[Style]:
+def series_styles(data: dict[str, Any]) -> list[Style]:
     """Colour tells the method; the dash tells the run of a method that several runs have."""
     methods = [series["method"] for series in data["series"]]
     pairs = zip(data["series"], palette(data), strict=True)
@@ -53,13 +54,13 @@ def styles(data: dict[str, Any]) -> list[Style]:
 
 def figures(data: dict[str, Any]) -> list[Figure]:
     """In the order of the page; a figure without data is left out."""
-    looks = styles(data)
-    found = [_curves(data, looks), *_maps(data), _sharpness(data, looks)]
-    found += [_magnitudes(data, looks), _cost(data, looks)]
-    return [figure for figure in found if figure is not None]
+    styles = series_styles(data)
+    drawn = [_curves(data, styles), *_maps(data), _sharpness(data, styles)]
+    drawn += [_magnitudes(data, styles), _cost(data, styles)]
+    return [figure for figure in drawn if figure is not None]
 
 
-def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
+def _curves(data: dict[str, Any], styles: list[Style]) -> Figure | None:
     facets = []
     keys = ("validation", "difference", "training")
     known = [s[key]["tokens"] for s in data["series"] for key in keys if s[key]]
@@ -72,8 +73,8 @@ def _curves(data: dict[str, Any], looks: list[Style]) -> Figure | None:
     )
     for key, title in zip(keys, titles, strict=True):
         lines = [
-            Line(look, curve["tokens"], curve["mean"], curve["spread"])
-            for look, series in zip(looks, data["series"], strict=True)
+            Line(style, curve["tokens"], curve["mean"], curve["spread"])
+            for style, series in zip(styles, data["series"], strict=True)
             if (curve := series[key]) and curve["steps"]
         ]
         if lines:
@@ -111,108 +112,108 @@ def _maps(data: dict[str, Any]) -> list[Figure]:
 
 
 def _by_depth(
-    data: dict[str, Any], looks: list[Style], rows: str, kind: str, measure: str
+    data: dict[str, Any], styles: list[Style], rows: str, kind: str, measure: str
 ) -> list[Line]:
     lines = []
-    for look, series in zip(looks, data["series"], strict=True):
-        found = [
+    for style, series in zip(styles, data["series"], strict=True):
+        known = [
             row
             for row in (series["trace"] or {rows: []})[rows]
             if row["kind"] == kind and row[measure][0] is not None
         ]
-        if found:
-            x = [float(row["layer"]) for row in found]
-            y, spread = [row[measure][0] for row in found], [row[measure][1] for row in found]
-            lines.append(Line(look, x, y, spread))
+        if known:
+            x = [float(row["layer"]) for row in known]
+            y, spread = [row[measure][0] for row in known], [row[measure][1] for row in known]
+            lines.append(Line(style, x, y, spread))
     return lines
 
 
-def _depths(data: dict[str, Any], rows: str) -> tuple[float, float]:
-    """The layers of the deepest model: charts that are read side by side share this axis."""
+Named = tuple[str, str]
+"""A key of the data, and what the page calls it."""
+
+
+def _facets(
+    data: dict[str, Any],
+    styles: list[Style],
+    rows: str,
+    pairs: list[tuple[Named, Named]],
+    *,
+    bounds: tuple[float, float] | None = None,
+    logarithmic: Sequence[str] = (),
+) -> list[Facet]:
+    """One for every kind of row and measure that has lines; ``logarithmic`` names measures."""
+    # the layers of the deepest model: charts that are read side by side share this axis
     traces = [series["trace"] for series in data["series"] if series["trace"]]
-    return 0.0, float(max((row["layer"] for t in traces for row in t[rows]), default=1))
-
-
-def _sharpness(data: dict[str, Any], looks: list[Style]) -> Figure | None:
+    deepest = max((row["layer"] for trace in traces for row in trace[rows]), default=1)
     facets = []
-    kinds = [k for k in KINDS if _by_depth(data, looks, "sites", k[0], "normalised_max")]
-    for measure, title in (
-        ("normalised_max", "normalised max weight"),
-        ("normalised_entropy", "normalised entropy"),
-    ):
-        for kind, words in kinds:
-            lines = _by_depth(data, looks, "sites", kind, measure)
-            shallow = max(len(line.x) for line in lines) <= 16
+    for (kind, words), (measure, title) in pairs:
+        if lines := _by_depth(data, styles, rows, kind, measure):
             facets.append(
                 Facet(
                     f"{words}: {title}",
                     "layer",
                     lines,
-                    bounds=(0, 1.04),
-                    x_bounds=_depths(data, "sites"),
-                    has_markers=shallow,
+                    bounds=bounds,
+                    x_bounds=(0.0, float(deepest)),
+                    logarithmic=measure in logarithmic,
+                    has_markers=max(len(line.x) for line in lines) <= 16,
                 )
             )
+    return facets
+
+
+def _sharpness(data: dict[str, Any], styles: list[Style]) -> Figure | None:
+    measures = (
+        ("normalised_max", "normalised max weight"),
+        ("normalised_entropy", "normalised entropy"),
+    )
+    kinds = [k for k in KINDS if _by_depth(data, styles, "sites", k[0], "normalised_max")]
+    pairs = [(kind, measure) for measure in measures for kind in kinds]
+    facets = _facets(data, styles, "sites", pairs, bounds=(0, 1.04))
     if not facets:
         return None
     return line_figure("sharpness", "How sharply each site chooses", facets, len(kinds))
 
 
-def _magnitudes(data: dict[str, Any], looks: list[Style]) -> Figure | None:
-    facets = []
+def _magnitudes(data: dict[str, Any], styles: list[Style]) -> Figure | None:
     measures = (
         ("output_rms", "output rms"),
         ("stream_rms", "residual stream rms"),
         ("gradient_rms", "gradient rms at the output"),
     )
     kinds = (("attention", "Attention"), ("mlp", "MLP"))
-    columns = 0
-    for kind, words in kinds:
-        for measure, title in measures:
-            lines = _by_depth(data, looks, "sublayers", kind, measure)
-            both = [n for k, _ in kinds for n in _by_depth(data, looks, "sublayers", k, measure)]
-            values = [y for line in both for y in line.y]
-            if not lines:
-                continue
-            columns += kind == "attention"
-            facets.append(
-                Facet(
-                    f"{words}: {title}",
-                    "layer",
-                    lines,
-                    x_bounds=_depths(data, "sublayers"),
-                    logarithmic=min(values) > 0 and max(values) > 8 * min(values),
-                    has_markers=max(len(line.x) for line in lines) <= 16,
-                )
-            )
+    wide = []  # kinds share the scale of a measure
+    for measure, _ in measures:
+        lines = [n for k, _ in kinds for n in _by_depth(data, styles, "sublayers", k, measure)]
+        values = [y for line in lines for y in line.y]
+        if values and min(values) > 0 and max(values) > 8 * min(values):
+            wide.append(measure)
+    pairs = [(kind, measure) for kind in kinds for measure in measures]
+    facets = _facets(data, styles, "sublayers", pairs, logarithmic=wide)
     if not facets:
         return None
-    return line_figure("magnitudes", "Magnitudes by depth", facets, columns or len(facets))
+    columns = sum(facet.title.startswith("Attention") for facet in facets) or len(facets)
+    return line_figure("magnitudes", "Magnitudes by depth", facets, columns)
 
 
-def _cost(data: dict[str, Any], looks: list[Style]) -> Figure | None:
+def _cost(data: dict[str, Any], styles: list[Style]) -> Figure | None:
     """Relative to standard where that is known of every series; else as measured."""
-    costs = [(look, series["cost"]) for look, series in zip(looks, data["series"], strict=True)]
-    speeds = [(look, cost) for look, cost in costs if cost["tokens_per_second"]]
-    is_relative = all(cost["relative_speed"] is not None for _, cost in speeds)
-    speed, memory = [], []
-    for look, cost in speeds:
-        rate, size = cost["tokens_per_second"], cost["peak_memory_bytes"]
-        shown = f"{rate:,.0f}/s"
-        if is_relative:
-            speed.append(
-                (look, cost["relative_speed"], f"{cost['relative_speed']:.2f}x  ({shown})")
-            )
-        else:
-            speed.append((look, rate, shown))
-        if size is None:
-            continue
-        shown = f"{size / 2**30:.2f} GiB"
+    pairs = zip(styles, data["series"], strict=True)
+    costs = [(style, s["cost"]) for style, s in pairs if s["cost"]["tokens_per_second"]]
+    is_relative = all(cost["relative_speed"] is not None for _, cost in costs)
+
+    def bars(absolute: str, relative: str, words: Callable[[float], str]) -> list[Any]:
+        known = [(style, cost[absolute], cost[relative]) for style, cost in costs]
         if not is_relative:
-            memory.append((look, size, shown))
-        elif cost["relative_memory"] is not None:
-            relative = cost["relative_memory"]
-            memory.append((look, relative, f"{relative:.2f}x  ({shown})"))
+            return [(style, value, words(value)) for style, value, _ in known if value is not None]
+        return [
+            (style, share, f"{share:.2f}x  ({words(value)})")
+            for style, value, share in known
+            if value is not None and share is not None
+        ]
+
+    speed = bars("tokens_per_second", "relative_speed", lambda rate: f"{rate:,.0f}/s")
+    memory = bars("peak_memory_bytes", "relative_memory", lambda size: f"{size / 2**30:.2f} GiB")
     words = ", relative to standard" if is_relative else ""
     groups = [(f"Training tokens per second{words}", speed)]
     groups.append((f"Peak memory of a step{words}", memory))

@@ -87,29 +87,13 @@ def _series(
     records: list[dict[str, Any]],
     traces: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    method, train = row["method"], run["config"]["train"]
-    steps = (r["tokens"] for r in records if r["event"] == "step" and r["tokens"])
-    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
-    validation = _by_seed(records, "validation", method)
-    training = {
-        seed: _thin({step + 1: loss for step, loss in curve.items()})
-        for seed, curve in _by_seed(records, "step", method).items()
-    }
-    baseline = _standard_beside(records, method)
-    paired = {
-        seed: {s: v - baseline[seed][s] for s, v in curve.items() if s in baseline[seed]}
-        for seed, curve in validation.items()
-        if seed in baseline and method != BASELINE
-    }
+    method = row["method"]
     is_alone = len(run["summary"]["rows"]) == 1  # a run of one model need not name it
-    mine = [t for t in traces if is_alone or t["method"] == method]
-    drawable = [t for t in mine if first_not_finite(t) is None]
-    memory = _peak(mine)
+    own = [t for t in traces if is_alone or t["method"] == method]
+    drawable = [t for t in own if first_not_finite(t) is None]
+    memory = _peak(own)
     standard = _peak([t for t in traces if t.get("method", method) == BASELINE])
-    return {
-        "validation": _curve(validation, tokens_per_step),
-        "training": _curve(training, tokens_per_step),
-        "difference": _curve(paired, tokens_per_step) if paired else None,
+    return _curves(method, run["config"]["train"], records) | {
         "cost": {
             "tokens_per_second": row["tokens_per_second"],
             "relative_speed": row["relative_speed"],
@@ -117,6 +101,30 @@ def _series(
             "relative_memory": memory / standard if memory and standard else None,
         },
         "trace": _mean_trace(drawable) if drawable else None,
+    }
+
+
+def _curves(
+    method: str, train: dict[str, Any], records: list[dict[str, Any]]
+) -> dict[str, dict[str, Any] | None]:
+    """Losses of one method by step: held out, on the batches, and against standard."""
+    steps = (r["tokens"] for r in records if r["event"] == "step" and r["tokens"])
+    tokens_per_step = next(steps, train["batch_size"] * train["sequence_length"])
+    validation = _by_seed(records, "validation", method)
+    training = {
+        seed: _thin({step + 1: loss for step, loss in curve.items()})
+        for seed, curve in _by_seed(records, "step", method).items()
+    }
+    standard = {} if method == BASELINE else _standard_beside(records, method)
+    paired = {
+        seed: {s: v - standard[seed][s] for s, v in curve.items() if s in standard[seed]}
+        for seed, curve in validation.items()
+        if seed in standard
+    }
+    return {
+        "validation": _curve(validation, tokens_per_step),
+        "training": _curve(training, tokens_per_step),
+        "difference": _curve(paired, tokens_per_step) if paired else None,
     }
 
 

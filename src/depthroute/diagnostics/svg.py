@@ -183,60 +183,88 @@ def line_figure(
     return Figure(name, title, document(name, title, total, body), {"facets": hovers})
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """Where the values of a facet lie in its box: left, top, width and height."""
+
+    box: tuple[float, float, float, float]
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    is_logarithmic: bool
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.box[0] + self.box[2] * (value - low) / (high - low)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_range
+        share = (value - low) / (high - low)
+        if self.is_logarithmic:
+            share = math.log(max(value, low) / low) / math.log(high / low)
+        return self.box[1] + self.box[3] * (1 - share)
+
+    def across(self, y: float, kind: str, color: str) -> str:
+        """A line from side to side."""
+        path = f"M{self.box[0]:.1f} {y:.1f}h{self.box[2]:.1f}"
+        return f'<path class="{kind}" d="{path}" fill="none" stroke="{color}" stroke-width="1"/>'
+
+
 def _facet(
     facet: Facet, left: float, top: float, width: float, height: float, name: str
 ) -> tuple[str, dict[str, Any]]:
-    box = (left + 50, top + 24, width - 58, height - 62)
-    x0, y0, w, h = box
-    xs = [x for line in facet.lines for x in line.x]
-    low_x, high_x = facet.x_bounds or ((min(xs), max(xs)) if xs else (0.0, 1.0))
-    if not high_x > low_x:  # a single point: from zero to it
-        low_x, high_x = (0.0, high_x) if high_x > 0 else (low_x, low_x + 1)
-    low, high = _y_range(facet)
-
-    def at_x(value: float) -> float:
-        return x0 + w * (value - low_x) / (high_x - low_x)
-
-    def at_y(value: float) -> float:
-        if facet.logarithmic:
-            value = max(value, low)
-            return y0 + h * (1 - math.log(value / low) / math.log(high / low))
-        return y0 + h * (1 - (value - low) / (high - low))
-
-    parts = [text(left + 4, top + 12, facet.title, size=13, kind="ink")]
-    for tick in log_ticks(low, high) if facet.logarithmic else nice_ticks(low, high, 5):
-        y = at_y(tick)
-        parts.append(_rule(f"M{x0:.1f} {y:.1f}h{w:.1f}", "grid", GRID))
-        parts.append(text(x0 - 7, y + 3.8, tick_text(tick), anchor="end"))
-    if facet.has_zero_line and low < 0 < high:
-        parts.append(_rule(f"M{x0:.1f} {at_y(0):.1f}h{w:.1f}", "zero", FAINT))
-    parts.append(_rule(f"M{x0:.1f} {y0 + h:.1f}h{w:.1f}", "axis", FAINT))
-    for tick in nice_ticks(low_x, high_x, max(2, int(w / 62))):
-        if facet.x_kind == "number" and tick != round(tick):
-            continue  # there is no layer 1.5
-        words = count_text(tick) if facet.x_kind == "tokens" else tick_text(tick)
-        parts.append(text(at_x(tick), y0 + h + 16, words, anchor="middle"))
-    parts.append(text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"))
-    parts.append(
-        f'<clipPath id="{name}-clip"><rect x="{x0 - 4:.1f}" y="{y0 - 3:.1f}" width="{w + 8:.1f}" '
-        f'height="{h + 6:.1f}"/></clipPath><g clip-path="url(#{name}-clip)">'
-    )
+    box = x0, y0, w, h = (left + 50, top + 24, width - 58, height - 62)
+    axes = _Axes(box, _x_range(facet), _y_range(facet), facet.logarithmic)
     # all bands below all lines: a band over a line would change its colour
     opacity = 0.16 if len(facet.lines) < 4 else 0.09
-    parts += [_band(line, at_x, at_y, opacity) for line in facet.lines]
-    parts += [_line(line, at_x, at_y, facet.has_markers) for line in facet.lines]
-    parts.append("</g>")
+    parts = [
+        text(left + 4, top + 12, facet.title, size=13, kind="ink"),
+        *_scales(facet, axes),
+        text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"),
+        f'<clipPath id="{name}-clip"><rect x="{x0 - 4:.1f}" y="{y0 - 3:.1f}" width="{w + 8:.1f}" '
+        f'height="{h + 6:.1f}"/></clipPath><g clip-path="url(#{name}-clip)">',
+        *(_band(line, axes, opacity) for line in facet.lines),
+        *(_line(line, axes, facet.has_markers) for line in facet.lines),
+        "</g>",
+    ]
     hover = {
         "title": facet.title,
         "x_label": facet.x_label,
         "x_kind": facet.x_kind,
         "box": [round(v, 1) for v in box],
-        "x_range": [low_x, high_x],
+        "x_range": list(axes.x_range),
         "lines": [
             {"series": n.style.number, "x": n.x, "y": n.y, "spread": n.spread} for n in facet.lines
         ],
     }
     return "".join(parts), hover
+
+
+def _scales(facet: Facet, axes: _Axes) -> list[str]:
+    """A rule and a number for every tick of y, the zero line, the axis and the ticks of x."""
+    parts, (low, high), (x0, y0, w, h) = [], axes.y_range, axes.box
+    for tick in log_ticks(low, high) if facet.logarithmic else nice_ticks(low, high, 5):
+        y = axes.y(tick)
+        parts += [
+            axes.across(y, "grid", GRID),
+            text(x0 - 7, y + 3.8, tick_text(tick), anchor="end"),
+        ]
+    if facet.has_zero_line and low < 0 < high:
+        parts.append(axes.across(axes.y(0), "zero", FAINT))
+    parts.append(axes.across(y0 + h, "axis", FAINT))
+    is_counted = facet.x_kind == "tokens"
+    for tick in nice_ticks(*axes.x_range, max(2, int(w / 62))):
+        if is_counted or tick == round(tick):  # there is no layer 1.5
+            words = count_text(tick) if is_counted else tick_text(tick)
+            parts.append(text(axes.x(tick), y0 + h + 16, words, anchor="middle"))
+    return parts
+
+
+def _x_range(facet: Facet) -> tuple[float, float]:
+    values = [x for line in facet.lines for x in line.x] or [0.0, 1.0]
+    low, high = facet.x_bounds or (min(values), max(values))
+    if high > low:
+        return low, high
+    return (0.0, high) if high > 0 else (low, low + 1)  # a single point: from zero to it
 
 
 def _y_range(facet: Facet) -> tuple[float, float]:
@@ -255,17 +283,13 @@ def _y_range(facet: Facet) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _rule(path: str, kind: str, color: str) -> str:
-    return f'<path class="{kind}" d="{path}" fill="none" stroke="{color}" stroke-width="1"/>'
-
-
-def _band(line: Line, at_x: Any, at_y: Any, opacity: float) -> str:
+def _band(line: Line, axes: _Axes, opacity: float) -> str:
     """One standard deviation either side, where more than one seed says what it is."""
     triples = list(zip(line.x, line.y, line.spread, strict=True))
     if not triples or any(s is None for _, _, s in triples):
         return ""
-    upper = [f"{at_x(x):.1f} {at_y(y + (s or 0)):.1f}" for x, y, s in triples]
-    lower = [f"{at_x(x):.1f} {at_y(y - (s or 0)):.1f}" for x, y, s in reversed(triples)]
+    upper = [f"{axes.x(x):.1f} {axes.y(y + (s or 0)):.1f}" for x, y, s in triples]
+    lower = [f"{axes.x(x):.1f} {axes.y(y - (s or 0)):.1f}" for x, y, s in reversed(triples)]
     number = line.style.number
     return (
         f'<path class="series band f{number}" data-series="{number}" '
@@ -273,9 +297,9 @@ def _band(line: Line, at_x: Any, at_y: Any, opacity: float) -> str:
     )
 
 
-def _line(line: Line, at_x: Any, at_y: Any, has_markers: bool) -> str:
+def _line(line: Line, axes: _Axes, has_markers: bool) -> str:
     style = line.style
-    points = [f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in zip(line.x, line.y, strict=True)]
+    points = [f"{axes.x(x):.1f} {axes.y(y):.1f}" for x, y in zip(line.x, line.y, strict=True)]
     marks = ""
     if has_markers or len(points) == 1:
         dots = "".join(f"M{p}h.01" for p in points)
