@@ -76,61 +76,57 @@ class Preset:
         return cls(**values | {"routing": routing, "recipe": recipe})
 
 
-_DELTA_RECIPE = {
-    "steps": 10_000,
-    "tokens_per_step": 65_536,
-    "sequence_length": 2048,
-    "lr": 6e-4,
-    "min_lr": 6e-5,
-    "warmup_steps": 1000,
-}
+Shape = tuple[int, int, int, int, int]
+"""Width, layers, heads, key-value heads and the width of the feed-forward."""
+_DELTA_RECIPE = Recipe(
+    steps=10_000,
+    tokens_per_step=65_536,
+    sequence_length=2048,
+    lr=6e-4,
+    min_lr=6e-5,
+    warmup_steps=1000,
+)
+
+
+def _model(vocab_size: int, shape: Shape, **more: Any) -> dict[str, Any]:
+    width, layers, heads, kv_heads, ffn = shape
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        **more,
+    }
+
+
+def _delta_model(vocab_size: int, shape: Shape, head_dim: int) -> dict[str, Any]:
+    positions = {"max_position_embeddings": 2048, "tie_word_embeddings": True}
+    return _model(vocab_size, shape, head_dim=head_dim, **positions)
 
 
 def _delta(
-    size: str,
-    shape: tuple[int, int, int, int, int, int],
-    method: str,
-    **recipe: Any,
+    size: str, shape: Shape, head_dim: int, method: str = "delta", recipe: Recipe = _DELTA_RECIPE
 ) -> Preset:
-    width, layers, heads, kv_heads, ffn, head_dim = shape
     return Preset(
         name=f"delta-{size}",
-        summary=f"Delta paper {size.upper()}: {layers} layers of {width}, Qwen3 architecture",
+        summary=f"Delta paper {size.upper()}: {shape[1]} layers of {shape[0]}, Qwen3 architecture",
         model_type="qwen3",
-        model={
-            "vocab_size": 151_936,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": ffn,
-            "head_dim": head_dim,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-        },
+        model=_delta_model(151_936, shape, head_dim),
         routing=RoutingConfig.named(method),
-        recipe=Recipe(**_DELTA_RECIPE | recipe),
+        recipe=recipe,
     )
 
 
-def _depth_attention(size: str, shape: tuple[int, int, int, int, int]) -> Preset:
-    width, ffn, layers, heads, kv_heads = shape
+def _depth_attention(size: str, shape: Shape) -> Preset:
+    more = {"head_dim": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
     return Preset(
         name=f"da-{size}",
-        summary=f"Depth-Attention paper {size.upper()}: {layers} layers of {width}, QK-norm",
+        summary=f"Depth-Attention paper {size.upper()}: {shape[1]} layers of {shape[0]}, QK-norm",
         model_type="qwen3",  # Llama with QK-norm, which is what the paper describes
-        model={
-            "vocab_size": 50_304,
-            "hidden_size": width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "intermediate_size": ffn,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        routing=RoutingConfig.named(f"depth-attention:stride={layers // 2}"),
+        model=_model(50_304, shape, **more),
+        routing=RoutingConfig.named(f"depth-attention:stride={shape[1] // 2}"),
         recipe=Recipe(),  # the paper's 32B tokens of the Pile are known, its rates are not
     )
 
@@ -139,17 +135,13 @@ _TINY = Preset(
     name="tiny",
     summary="CPU demo: 8 layers of 64 on bytes, minutes on two cores",
     model_type="llama",
-    model={
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "intermediate_size": 192,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-        "initializer_range": 0.1,  # 0.02 suits wide models; here it cost 0.32 nats after 300 steps
-    },
+    model=_model(
+        256,
+        (64, 8, 2, 2, 192),
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # 0.02 suits wide models; here it cost 0.32 nats after 300 steps
+    ),
     routing=RoutingConfig.named("delta"),
     recipe=Recipe(
         steps=250,
@@ -165,17 +157,7 @@ _100M = Preset(
     name="100m",
     summary="GPU comparison: the Delta paper's 220M shape with 16,384 tokens, 116M parameters",
     model_type="qwen3",
-    model={
-        "vocab_size": 16_384,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "intermediate_size": 3072,
-        "head_dim": 64,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": True,
-    },
+    model=_delta_model(16_384, (768, 12, 12, 4, 3072), 64),
     routing=RoutingConfig.named("delta"),
     recipe=Recipe(
         steps=800,
@@ -187,31 +169,24 @@ _100M = Preset(
     ),
 )
 
+_LARGEST_RECIPE = replace(
+    _DELTA_RECIPE, tokens_per_step=131_072, lr=3e-4, min_lr=3e-5, warmup_steps=500
+)
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
         _TINY,
         _100M,
-        # width, layers, heads, key-value heads, feed-forward, head_dim
-        _delta("220m", (768, 12, 12, 4, 3072, 64), "delta"),
-        _delta("533m", (1024, 24, 16, 8, 4096, 64), "delta"),
-        _delta("1044m", (1280, 36, 20, 4, 5120, 64), "delta"),
-        _delta("0.6b", (1024, 28, 16, 8, 3072, 128), "delta:num_blocks=28"),
-        _delta(
-            "7.57b",
-            (4096, 36, 32, 8, 12_288, 128),
-            "delta-block",
-            tokens_per_step=131_072,
-            lr=3e-4,
-            min_lr=3e-5,
-            warmup_steps=500,
-        ),
-        # width, feed-forward, layers, heads, key-value heads
-        _depth_attention("360m", (960, 2540, 24, 15, 15)),
-        _depth_attention("500m", (1152, 3072, 24, 18, 18)),
-        _depth_attention("710m", (1280, 3072, 32, 20, 20)),
-        _depth_attention("1.5b", (1536, 4096, 48, 24, 6)),
-        _depth_attention("3b", (2048, 6912, 48, 32, 8)),
+        _delta("220m", (768, 12, 12, 4, 3072), 64),
+        _delta("533m", (1024, 24, 16, 8, 4096), 64),
+        _delta("1044m", (1280, 36, 20, 4, 5120), 64),
+        _delta("0.6b", (1024, 28, 16, 8, 3072), 128, "delta:num_blocks=28"),
+        _delta("7.57b", (4096, 36, 32, 8, 12_288), 128, "delta-block", _LARGEST_RECIPE),
+        _depth_attention("360m", (960, 24, 15, 15, 2540)),
+        _depth_attention("500m", (1152, 24, 18, 18, 3072)),
+        _depth_attention("710m", (1280, 32, 20, 20, 3072)),
+        _depth_attention("1.5b", (1536, 48, 24, 6, 4096)),
+        _depth_attention("3b", (2048, 48, 32, 8, 6912)),
     )
 }
 

@@ -12,36 +12,11 @@ import lzma
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from depthroute.errors import ConfigError
-
-DEFINITIONS = {
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
-    "mmlu": "mmlu/default/_mmlu.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-}
-"""Where the harness keeps each task, in its folder of tasks."""
-
-FIELDS = {
-    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
-    "arc_easy": {"question", "choices", "answerKey"},
-    "arc_challenge": {"question", "choices", "answerKey"},
-    "piqa": {"goal", "sol1", "sol2", "label"},
-    "winogrande": {"sentence", "option1", "option2", "answer"},
-    "boolq": {"question", "passage", "label"},
-    "mmlu": {"question", "choices", "answer", "subject"},
-    "lambada_openai": {"text"},
-}
-"""What the harness's task files read of an item."""
-
-TASKS = tuple(DEFINITIONS)
 
 
 def _is_texts(value: Any, count: int = 1) -> bool:
@@ -49,40 +24,77 @@ def _is_texts(value: Any, count: int = 1) -> bool:
     return is_list and all(isinstance(v, str) for v in value)
 
 
-def _is_arc(item: dict[str, Any]) -> bool:
-    choices = item["choices"]
-    if not isinstance(choices, dict) or not all(_is_texts(choices.get(k)) for k in _ARC_KEYS):
-        return False
-    same = len(choices["text"]) == len(choices["label"])
-    return same and item["answerKey"] in choices["label"]
-
-
 def _is_number(value: Any, below: int) -> bool:
     return str(value) in {str(n) for n in range(below)}
 
 
-_ARC_KEYS = ("text", "label")
-_ARC = ("choices as {text: [...], label: [...]} with answerKey among its labels", _is_arc)
-SHAPES: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
-    "hellaswag": (
+def _is_arc(item: dict[str, Any]) -> bool:
+    choices = item["choices"]
+    if not isinstance(choices, dict):
+        return False
+    texts, labels = choices.get("text", []), choices.get("label", [])
+    if not _is_texts(texts) or not _is_texts(labels):
+        return False
+    return len(texts) == len(labels) and item["answerKey"] in labels
+
+
+@dataclass(frozen=True)
+class Task:
+    definition: str
+    """Where the harness keeps it, in its folder of tasks."""
+    fields: str
+    """What the harness's task file reads of an item."""
+    needs: str
+    """What the harness would otherwise stumble over, in words and as a test."""
+    fits: Callable[[dict[str, Any]], bool]
+
+
+_ARC = (
+    "question choices answerKey",
+    "choices as {text: [...], label: [...]} with answerKey among its labels",
+    _is_arc,
+)
+_TASKS = {
+    "hellaswag": Task(
+        "hellaswag/hellaswag.yaml",
+        "activity_label ctx_a ctx_b endings label",
         "endings as a list of texts and label as the number of one of them",
         lambda i: _is_texts(i["endings"]) and _is_number(i["label"], len(i["endings"])),
     ),
-    "arc_easy": _ARC,
-    "arc_challenge": _ARC,
-    "piqa": ("label 0 or 1", lambda i: _is_number(i["label"], 2)),
-    "winogrande": (
+    "arc_easy": Task("arc/arc_easy.yaml", *_ARC),
+    "arc_challenge": Task("arc/arc_challenge.yaml", *_ARC),
+    "piqa": Task(
+        "piqa/piqa.yaml",
+        "goal sol1 sol2 label",
+        "label 0 or 1",
+        lambda i: _is_number(i["label"], 2),
+    ),
+    "winogrande": Task(
+        "winogrande/default.yaml",
+        "sentence option1 option2 answer",
         "a sentence with _ in it and answer 1 or 2",
         lambda i: "_" in str(i["sentence"]) and str(i["answer"]) in ("1", "2"),
     ),
-    "boolq": ("label 0 or 1", lambda i: _is_number(int(i["label"]), 2)),
-    "mmlu": (
+    "boolq": Task(
+        "super_glue/boolq/default.yaml",
+        "question passage label",
+        "label 0 or 1",
+        lambda i: _is_number(int(i["label"]), 2),
+    ),
+    "mmlu": Task(
+        "mmlu/default/_mmlu.yaml",
+        "question choices answer subject",
         "choices as a list of four texts and answer as the number of one",
         lambda i: _is_texts(i["choices"], 4) and _is_number(i["answer"], 4),
     ),
-    "lambada_openai": ("a text of several words", lambda i: " " in str(i["text"]).strip()),
+    "lambada_openai": Task(
+        "lambada/lambada_openai.yaml",
+        "text",
+        "a text of several words",
+        lambda i: " " in str(i["text"]).strip(),
+    ),
 }
-"""What the harness would otherwise stumble over, in words and as a test."""
+TASKS = tuple(_TASKS)
 SPLITS = ("test", "validation")
 _SUFFIXES = (".jsonl", ".jsonl.xz", ".jsonl.gz")
 
@@ -115,10 +127,10 @@ def write_definitions(tasks: Iterable[str], data: Path, harness: Path, out: Path
     out.mkdir(parents=True, exist_ok=True)
     for task in tasks:
         source, split = find(data, task)
-        definition = harness / DEFINITIONS[task]
+        definition = harness / _TASKS[task].definition
         if not definition.exists():
             raise ConfigError(
-                f"this version of lm-eval has no {DEFINITIONS[task]}; install the version "
+                f"this version of lm-eval has no {_TASKS[task].definition}; install the version "
                 "depthroute is tested with (pip install 'depthroute[eval]')"
             )
         copy = out / f"{task}.{split}.jsonl"
@@ -144,12 +156,12 @@ def _reading(source: Path) -> Iterator[Any]:
 
 def _check(lines: Iterable[bytes], source: Path, task: str) -> None:
     """Here rather than deep inside the harness: every line is an item with its fields."""
-    number, (words, is_right) = 0, SHAPES[task]
+    number, shape = 0, _TASKS[task]
     for number, line in enumerate(lines, 1):
         where = f"{source.name} line {number}"
         try:
             item = json.loads(line)
-            missing = FIELDS[task] - item.keys()
+            missing = {*shape.fields.split()} - item.keys()
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{where} is no JSON object") from error
         if missing:
@@ -157,11 +169,11 @@ def _check(lines: Iterable[bytes], source: Path, task: str) -> None:
                 f"{where} lacks {', '.join(sorted(missing))}; the data set's own fields are needed"
             )
         try:
-            fits = is_right(item)
+            fits = shape.fits(item)
         except (TypeError, ValueError):
             fits = False
         if not fits:
-            raise ConfigError(f"{where} does not fit task {task!r}, which needs {words}")
+            raise ConfigError(f"{where} does not fit task {task!r}, which needs {shape.needs}")
     if not number:
         raise ConfigError(f"{source.name} holds no items")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -65,23 +66,14 @@ def perplexity(
     was_training = model.training
     model.eval()
     total, count, seen = 0.0, 0, 1
-    pending: list[tuple[int, int]] = []
-    spans = _spans(ids.numel(), window, stride)
     try:
-        for number, (begin, end) in enumerate(spans):
-            pending.append((begin, end))
-            last = number + 1 == len(spans)
-            alike = not last and _length(spans[number + 1]) == _length(pending[0])
-            if len(pending) < batch_size and alike:
-                continue
-            batch = torch.stack([ids[b:e] for b, e in pending]).to(device)
-            losses = _losses(model, batch)
-            for row, (b, e) in zip(losses, pending, strict=True):
-                fresh = row[max(seen, b + 1) - b - 1 :]
+        for spans in _batches(_spans(ids.numel(), window, stride), batch_size):
+            batch = torch.stack([ids[begin:end] for begin, end in spans]).to(device)
+            for row, (begin, end) in zip(_losses(model, batch), spans, strict=True):
+                fresh = row[max(seen, begin + 1) - begin - 1 :]
                 total += fresh.double().sum().item()
                 count += fresh.numel()
-                seen = e
-            pending = []
+                seen = end
             if progress is not None:
                 progress(seen, ids.numel())
     finally:
@@ -108,18 +100,20 @@ def _losses(model: Any, batch: Tensor) -> Tensor:
     return logits.logsumexp(-1) - chosen
 
 
-def _spans(total: int, window: int, stride: int) -> list[tuple[int, int]]:
-    spans, begin = [], 0
-    while True:
-        end = min(begin + window, total)
-        spans.append((begin, end))
-        if end == total:
-            return spans
-        begin += stride
+Span = tuple[int, int]
+"""Begin and end of a window."""
 
 
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
+def _spans(total: int, window: int, stride: int) -> Iterator[Span]:
+    for begin in range(0, max(1, total - window + stride), stride):
+        yield begin, min(begin + window, total)
+
+
+def _batches(spans: Iterable[Span], size: int) -> Iterator[list[Span]]:
+    """In order, so many of one length at a time."""
+    for _, alike in groupby(spans, lambda span: span[1] - span[0]):
+        while batch := list(islice(alike, size)):
+            yield batch
 
 
 def text_perplexity(
