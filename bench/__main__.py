@@ -93,14 +93,7 @@ def path(*, device: Gpu = "auto", output: OutputOptions) -> None:
     sizes = {"sublayers": paths.SUBLAYERS, "tokens": paths.TOKENS, "width": paths.WIDTH}
     record = record_of("path", output, **sizes)
     paths.run(record, where)
-    columns = {
-        "how": "how",
-        "budget": "error",
-        "forward_ms": "forward ms",
-        "both_ms": "with backward ms",
-        "peak_gb": "GB",
-    }
-    output.finish(record, columns, "residual path")
+    output.finish(record, "how budget forward_ms both_ms peak_gb", "residual path")
 
 
 @app.command(
@@ -164,15 +157,8 @@ def tune(
     jobs = kernels.jobs(kernels.parse(kinds), parse_shapes(shapes), where)
     record = record_of("tune", output, kernels=kinds, shapes=shapes, seconds=seconds)
     tuning.run(record, where, jobs=jobs, seconds=seconds)
-    columns = {
-        "kernel": "kernel",
-        "shape": "shape",
-        "setting": "best",
-        "ms": "ms",
-        "frac": "of copy",
-        "in_use_ms": "in use ms",
-    }
-    output.finish(record, columns, "launch settings", tuning.best_rows(record.rows))
+    columns, best = "kernel shape setting ms frac in_use_ms", tuning.best_rows(record.rows)
+    output.finish(record, columns, "launch settings", best)
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def of(
 def of_trace(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Of a trace's events those of the GPU; ``busy_ms`` counts what overlaps once."""
     kernels = [e for e in events if e.get("cat") in GPU_EVENTS and "dur" in e]
-    found = summarise((e["name"], e["dur"] / 1e3, 1) for e in kernels)
-    return found | {"busy_ms": covered((e["ts"], e["ts"] + e["dur"]) for e in kernels) / 1e3}
+    profile = summarise((e["name"], e["dur"] / 1e3, 1) for e in kernels)
+    return profile | {"busy_ms": covered((e["ts"], e["ts"] + e["dur"]) for e in kernels) / 1e3}
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -139,15 +139,15 @@ def summarise(events: Iterable[tuple[str, float, int]]) -> dict[str, Any]:
 
 
 def line(
-    found: dict[str, Any], of: str = "", step_ms: float = 0.0, idle_ms: float | None = None
+    profile: dict[str, Any], of: str = "", step_ms: float = 0.0, idle_ms: float | None = None
 ) -> str:
-    parts = [f"{name} {ms:.2f}" for name, ms in found["by_category_ms"].items()]
+    parts = [f"{name} {ms:.2f}" for name, ms in profile["by_category_ms"].items()]
     idle = "" if idle_ms is None else f", idle {idle_ms:.2f} of {step_ms:.2f} ms"
     if idle_ms is not None and step_ms > 0:
         idle += f" ({idle_ms / step_ms:.0%})"
-    text = f"    {of}kernels {found['total_ms']:.2f} ms{idle}: {', '.join(parts)}"
-    if found[OURS]:
-        ours = [f"{k} {v['ms']:.2f} ms in {v['count']:.0f}" for k, v in found[OURS].items()]
+    text = f"    {of}kernels {profile['total_ms']:.2f} ms{idle}: {', '.join(parts)}"
+    if profile[OURS]:
+        ours = [f"{k} {v['ms']:.2f} ms in {v['count']:.0f}" for k, v in profile[OURS].items()]
         text += f"\n    depthroute: {', '.join(ours)}"
     return text
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from depthroute import ops
-from depthroute.bench import gate, timing
-from depthroute.bench.operators import Shape, num_tokens
+from depthroute.bench import accuracy, timing
+from depthroute.bench.operators import Shape, num_tokens, our_mix
 from depthroute.errors import unknown
 
 Setting = dict[str, int]
@@ -112,27 +112,25 @@ def retiled(width: int, warps: Sequence[int], rest: Sequence[tuple[int, int]]) -
             yield from named(f"columns {MIX}", *((columns, 1, num_warps, *r) for r in rest))
 
 
-def triton_mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
-    return ops.depth_mix(sources, query, backend="triton")
-
-
 def mix(count: int, width: int, device: torch.device, tokens: int | None = None) -> list[Case]:
-    """Both directions of the depth mix, as autograd launches them, after the gate."""
+    """Both directions of the depth mix, as autograd launches them, after the check."""
     tokens = tokens or num_tokens(count)
-    given = gate.draw(count, tokens, width, device)
-    verdict = gate.check(triton_mix, given)
+    inputs = accuracy.draw(count, tokens, width, device)
+    verdict = accuracy.check(our_mix, inputs)
     if not verdict.holds:
         raise ArithmeticError(str(verdict))
-    x = on_capture_stream(lambda: triton_mix(given.sources, given.query), device)
+    x = on_capture_stream(lambda: our_mix(inputs.sources, inputs.query), device)
 
     @torch.no_grad()
     def forward() -> Sequence[Tensor]:
-        return [triton_mix(given.sources, given.query)]
+        return [our_mix(inputs.sources, inputs.query)]
 
     def backward() -> Sequence[Tensor]:
-        return torch.autograd.grad(x, [*given.sources, given.query], given.grad, retain_graph=True)
+        return torch.autograd.grad(
+            x, [*inputs.sources, inputs.query], inputs.grad, retain_graph=True
+        )
 
-    shape, one_pass = f"{count}x{width}", given.grad.nbytes
+    shape, one_pass = f"{count}x{width}", inputs.grad.nbytes
     settings = list(mix_forward_settings(width)), list(mix_backward_settings(width))
     return [
         Case("mix forward", shape, "mix", forward, (count + 1) * one_pass, settings[0]),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench import peers, precompile
-from depthroute.bench import gate, operators
+from depthroute.bench import accuracy, operators
 from depthroute.bench.operators import OURS, Shape
 from depthroute.bench.record import Record
 
@@ -72,7 +72,7 @@ def measure(
     if reason is not None:
         return {"status": "refused", "reason": reason}
     torch.compiler.reset()  # Dynamo compiles one function for eight shapes at most
-    draw = partial(gate.draw, sources, tokens, width, device, query_dtype=contender.query_dtype)
+    draw = partial(accuracy.draw, sources, tokens, width, device, query_dtype=contender.query_dtype)
     row = operators.measure(contender.mix, draw, ceiling, device, is_ours=contender.name == OURS)
     if tuned is not None and row["status"] in ("timed", "wrong"):
         first = tuned.setdefault((contender.name, contender.tuned_for(sources), width), sources)

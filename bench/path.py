@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthroute import ops
-from depthroute.bench import gate, timing
+from depthroute.bench import accuracy, timing
 from depthroute.bench.record import Record, one_line
 from depthroute.ops import reference
 
@@ -47,8 +47,8 @@ def residual_path(embedding: Tensor, queries: Tensor, gains: Tensor, how: str) -
                 )
                 partial = newer[0] if newer else None
             elif how == "carried":
-                x, handed = ops.depth_mix_carried([*sources, *newer], query)
-                sources, newer = handed[: len(sources)], handed[len(sources) :]
+                x, carried = ops.depth_mix_carried([*sources, *newer], query)
+                sources, newer = carried[: len(sources)], carried[len(sources) :]
                 partial = newer[0] if newer else None
             else:
                 x = mix([*sources, *newer], query)
@@ -72,13 +72,13 @@ def draw(
 
 def check(
     how: str, device: torch.device, *, width: int, sublayers: int, tokens: int = 65
-) -> gate.Verdict:
+) -> accuracy.Verdict:
     """One way against the definition in fp64, on few tokens."""
-    given = draw(tokens, width, sublayers, device, torch.bfloat16)
+    inputs = draw(tokens, width, sublayers, device, torch.bfloat16)
 
     def results(how: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         embedding, queries, gains, grad = (
-            t.detach() if dtype is None else t.detach().to(dtype) for t in given
+            t.detach() if dtype is None else t.detach().to(dtype) for t in inputs
         )
         embedding.requires_grad_()
         queries.requires_grad_()
@@ -87,7 +87,7 @@ def check(
 
     names = ["x", "gradient of the embedding", "gradient of the queries"]
     truth = results("definition", torch.float64)
-    return gate.judge(names, results(how), results("definition"), truth)
+    return accuracy.judge(names, results(how), results("definition"), truth)
 
 
 def run(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthroute.bench.gate import Mix
+from depthroute.bench.accuracy import Mix
 from depthroute.bench.operators import OURS, our_mix
 from depthroute.bench.record import one_line
 from depthroute.errors import unknown
@@ -228,17 +228,17 @@ def parse(text: str) -> list[str]:
 
 def find(names: Sequence[str]) -> tuple[dict[str, Contender], list[dict[str, Any]]]:
     """The contenders that are here, and for every name its version or why it is missing."""
-    found: dict[str, Contender] = {}
+    contenders: dict[str, Contender] = {}
     notes: list[dict[str, Any]] = []
     for name in names:
         distribution, make = MAKERS[name]
         note: dict[str, Any] = {"name": name, "distribution": distribution}
         note["version"] = version_of(distribution) if distribution else None
         try:
-            found[name] = make()
+            contenders[name] = make()
         except ImportError as error:
             note["missing"] = one_line(error)
         except Exception as error:  # a peer that cannot even be imported is no reason to stop
             note["missing"] = f"its import failed: {one_line(error)}"
         notes.append(note)
-    return found, notes
+    return contenders, notes

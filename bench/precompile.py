@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench import peers
-from depthroute.bench import gate
+from depthroute.bench import accuracy
 from depthroute.bench.operators import num_tokens
 from depthroute.bench.record import Say, one_line
 from depthroute.bench.step import Settings, StepRunner, cache_counts
@@ -109,7 +109,7 @@ def _in_process(
     paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "bench.precompile", json.dumps(task)],
             capture_output=True,
             text=True,
@@ -121,9 +121,9 @@ def _in_process(
             f"precompiling {label} was ended after {seconds:.0f} s; the rest compiles when measured"
         )
         return {"what": label, "error": f"ended after {seconds:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        reason = why_it_failed(done)[:300]
+    lines = process.stdout.strip().splitlines()
+    if process.returncode != 0 or not lines:
+        reason = why_it_failed(process)[:300]
         say(f"precompiling {label} failed, so it compiles when it is measured: {reason}")
         return {"what": label, "error": reason}
     result = {"what": label} | json.loads(lines[-1])
@@ -148,16 +148,16 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
             if not contender.tunes and number % count != index:
                 continue
             tokens = COMPILE_TOKENS if name in FOR_ANY_TOKENS else num_tokens(sources)
-            given = gate.draw(1, tokens, width, "cuda", query_dtype=contender.query_dtype)
-            alike = [given.sources[0].detach().requires_grad_() for _ in range(sources)]
+            inputs = accuracy.draw(1, tokens, width, "cuda", query_dtype=contender.query_dtype)
+            alike = [inputs.sources[0].detach().requires_grad_() for _ in range(sources)]
             share = compiles_settings(index, count) if contender.tunes else contextlib.nullcontext()
             torch.compiler.reset()
             with share:
-                gate.run_both(contender.mix, alike, given.query, given.grad)
+                accuracy.run_both(contender.mix, alike, inputs.query, inputs.grad)
                 if not contender.tunes:
                     with torch.no_grad():  # another graph of torch.compile
-                        contender.mix(alike, given.query)
-            del given, alike
+                        contender.mix(alike, inputs.query)
+            del inputs, alike
             torch.cuda.empty_cache()  # for the other processes
         except Exception as error:  # it will be met again, and reported, when it is measured
             failed.append(f"{name} S {sources} D {width}: {one_line(error, 120)}")

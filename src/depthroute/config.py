@@ -87,7 +87,7 @@ class RoutingConfig:
 
     def _refuse_foreign_settings(self) -> None:
         """A setting that this method would ignore is an error, not a surprise."""
-        given = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
+        changed = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
         only_for = {
             "stride": ("depth_attention",),
             "recent_window": ("depth_attention",),
@@ -111,7 +111,7 @@ class RoutingConfig:
             ),
         }
         for name, users in only_for.items():
-            if name in given and self.method not in users:
+            if name in changed and self.method not in users:
                 raise ConfigError(
                     f"routing.{name}={getattr(self, name)!r} has no meaning for "
                     f"method={self.method!r}; it belongs to {' and '.join(users)}. Leave it out"

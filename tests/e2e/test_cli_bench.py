@@ -9,7 +9,7 @@ import torch
 from bench import __main__ as developers
 from bench import kernels
 from depthroute import ops
-from depthroute.bench import decode, gate, operators, step, timing, turns
+from depthroute.bench import accuracy, decode, operators, step, timing, turns
 from depthroute.cli.app import main
 from depthroute.errors import DepthrouteError
 
@@ -90,7 +90,7 @@ def test_a_step_is_measured_relative_to_standard(bench, tmp_path):
     saved = json.loads(out.read_text())
     assert saved["kind"] == "step" and saved["failures"] == []
     assert saved["settings"]["batch_size"] == 2 and saved["settings"]["dtype"] == "float32"
-    assert 0 < saved["gate"]["worst_ratio"] <= gate.BUDGET
+    assert 0 < saved["gate"]["worst_ratio"] <= accuracy.BUDGET
     rows = {row["method"]: row for row in saved["rows"]}
     assert list(rows) == ["standard", "delta:num_blocks=2"]
     assert saved["machine"]["command"][:4] == ["python", "-m", "bench", "step"]

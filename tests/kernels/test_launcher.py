@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench import kernels
-from depthroute.bench import gate
+from depthroute.bench import accuracy
 from depthroute.ops._triton import attention_launch, launcher, layout, mix_launch
 from tests.kernels.hopper import HopperDriver
 
@@ -370,7 +370,7 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(JITFunction, "run", noted)
     monkeypatch.setattr(layout, "_num_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(gate, "check", lambda mix, given: gate.Verdict(1.0, 0.0, "x"))
+    monkeypatch.setattr(accuracy, "check", lambda mix, given: accuracy.Verdict(1.0, 0.0, "x"))
     monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)
     return seen
 

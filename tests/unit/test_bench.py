@@ -11,7 +11,7 @@ import torch
 from bench import breakdown, path, peers, precompile
 from bench import ops as contest
 from depthroute import ops
-from depthroute.bench import gate, operators, timing
+from depthroute.bench import accuracy, operators, timing
 from depthroute.bench.record import Record, write_json
 from depthroute.bench.step import jobs
 from depthroute.errors import ConfigError, DepthrouteError
@@ -29,11 +29,13 @@ def quiet(text):
 
 
 def test_the_operator_passes_the_gate_at_any_number_of_tokens():
-    for tokens in (1, 20, gate.NUM_ROWS + 300):
-        assert gate.check(ops.depth_mix, gate.draw(5, tokens, 48, CPU)).holds
-    alone = gate.draw(1, 20, 48, CPU)  # whose query has no gradient
-    assert gate.check(ops.depth_mix, alone).holds
-    wrong = gate.check(lambda sources, query: ops.depth_mix(sources, query) + query.mean(), alone)
+    for tokens in (1, 20, accuracy.NUM_ROWS + 300):
+        assert accuracy.check(ops.depth_mix, accuracy.draw(5, tokens, 48, CPU)).holds
+    alone = accuracy.draw(1, 20, 48, CPU)  # whose query has no gradient
+    assert accuracy.check(ops.depth_mix, alone).holds
+    wrong = accuracy.check(
+        lambda sources, query: ops.depth_mix(sources, query) + query.mean(), alone
+    )
     assert wrong.worst == "gradient of the query" and not wrong.is_same_formula
 
 
@@ -76,17 +78,19 @@ def not_a_number(sources, query):
     ],
 )
 def test_the_gate_stops_an_operator_that_is_wrong(mix):
-    verdict = gate.check(mix, gate.draw(5, 300, 64, CPU))
+    verdict = accuracy.check(mix, accuracy.draw(5, 300, 64, CPU))
     assert not verdict.holds
     assert "times as far from fp64" in str(verdict)
 
 
 def test_the_gate_allows_a_rounding_that_the_inputs_have_too():
-    verdict = gate.check(reference.depth_mix, gate.draw(3, 40, 32, CPU, query_dtype=torch.bfloat16))
+    verdict = accuracy.check(
+        reference.depth_mix, accuracy.draw(3, 40, 32, CPU, query_dtype=torch.bfloat16)
+    )
     assert verdict.holds and verdict.is_same_formula
-    rounded = gate.check(
+    rounded = accuracy.check(
         lambda sources, query: reference.depth_mix(sources, query.bfloat16()),
-        gate.draw(3, 40, 32, CPU),
+        accuracy.draw(3, 40, 32, CPU),
     )
     assert not rounded.holds, "a query gradient in bf16 where the query is fp32"
     assert rounded.worst == "gradient of the query" and rounded.is_same_formula
@@ -346,8 +350,8 @@ def test_a_peer_is_called_with_its_own_layout(name, install):
     module, members = FAKES[name]
     install(module, **members)
     found, (note,) = peers.find([name])
-    given = gate.draw(4, 30, 32, CPU, query_dtype=found[name].query_dtype)
-    assert gate.check(found[name].mix, given).holds
+    given = accuracy.draw(4, 30, 32, CPU, query_dtype=found[name].query_dtype)
+    assert accuracy.check(found[name].mix, given).holds
     assert "missing" not in note
 
 

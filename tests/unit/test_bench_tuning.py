@@ -134,7 +134,7 @@ def test_a_kernel_that_fails_as_it_is_launched_fails_the_run(tuned, monkeypatch)
     assert values["failures"] == ["mix forward, 2x8: not tuned: RuntimeError: no such kernel"] * 2
     values = tuned(lambda forced: [torch.ones(3) * float("nan")], 1)
     assert len(values["failures"]) == 2 and "as it is launched" in values["failures"][0]
-    monkeypatch.setattr(kernels, "triton_mix", half)
+    monkeypatch.setattr(kernels, "our_mix", half)
     record = Record("tune", {}, say=quiet)
     jobs = [kernels.Job("mix 3x32", lambda: kernels.mix(3, 32, CPU, 40))]
     tuning.run(record, CPU, jobs=jobs, seconds=60)

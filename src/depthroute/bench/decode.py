@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from depthroute import ops, presets
-from depthroute.bench import gate, step, timing
+from depthroute.bench import accuracy, step, timing
 from depthroute.bench.record import Record, one_line
 from depthroute.config import Method, RoutingConfig
 
@@ -21,7 +21,7 @@ SITE_SOURCES, SITE_WIDTH, SITES_PER_GRAPH = (5, 9, 33), 1024, 20
 def run(record: Record, settings: step.Settings, methods: Sequence[Method]) -> None:
     device = torch.device(settings.device)
     width = presets.get(settings.preset).model["hidden_size"]
-    if not step.gate_operators(record, settings, width):
+    if not step.check_operators(record, settings, width):
         return
     if device.type == "cuda":
         record.values["sites"] = sites(device, record)
@@ -61,8 +61,8 @@ def latency(settings: step.Settings, routing: RoutingConfig) -> dict[str, Any]:
 
     milliseconds = timing.median_ms(one_token, device)
     layers: Any = cache.layers
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
-    return {"ms": milliseconds, "cache_bytes": held}
+    cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    return {"ms": milliseconds, "cache_bytes": cache_bytes}
 
 
 @torch.no_grad()
@@ -70,13 +70,13 @@ def sites(device: torch.device, record: Record) -> list[dict[str, Any]]:
     """What a launch costs inside a graph: mix, residual and the sublayer's norm in one."""
     rows = []
     for sources in SITE_SOURCES:
-        given = gate.draw(sources, 1, SITE_WIDTH, device)
+        inputs = accuracy.draw(sources, 1, SITE_WIDTH, device)
         weight = torch.ones(SITE_WIDTH, device=device, dtype=torch.bfloat16)
 
-        def one_graph(given: gate.Draw = given, weight: torch.Tensor = weight) -> None:
+        def one_graph(inputs: accuracy.Draw = inputs, weight: torch.Tensor = weight) -> None:
             for _ in range(SITES_PER_GRAPH):
                 ops.depth_mix(
-                    given.sources, given.query, residual=given.sources[0], norm_weight=weight
+                    inputs.sources, inputs.query, residual=inputs.sources[0], norm_weight=weight
                 )
 
         each = timing.median_ms(one_graph, device) / SITES_PER_GRAPH * 1e3

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from depthroute import ops
-from depthroute.bench import gate, timing
+from depthroute.bench import accuracy, timing
 from depthroute.bench.record import Record, one_line
 from depthroute.errors import ConfigError
 
@@ -59,7 +59,7 @@ def run(record: Record, device: torch.device, shapes: Sequence[Shape]) -> bool:
     record.say(f"copy ceiling {ceiling / 1e12:.2f} TB/s")
     for sources, width in shapes:
         row = row_of(OURS, (sources, width))
-        drawn = partial(gate.draw, sources, row["N"], width, device)
+        drawn = partial(accuracy.draw, sources, row["N"], width, device)
         if not add(record, row, partial(measure, our_mix, drawn, ceiling, device, is_ours=True)):
             return False
     return True
@@ -90,8 +90,8 @@ def add(record: Record, row: Row, figures: Callable[[], Row]) -> bool:
 
 
 def measure(
-    mix: gate.Mix,
-    draw: Callable[[], gate.Draw],
+    mix: accuracy.Mix,
+    draw: Callable[[], accuracy.Draw],
     ceiling: float,
     device: torch.device,
     *,
@@ -104,7 +104,7 @@ def measure(
     """
     try:
         inputs = draw()
-        verdict = gate.check(mix, inputs)
+        verdict = accuracy.check(mix, inputs)
         row: Row = {"budget": verdict.ratio, "error": verdict.error}
         row["within_budget"] = verdict.holds
         if not verdict.is_same_formula or (is_ours and not verdict.holds):
@@ -117,12 +117,12 @@ def measure(
         return {"status": "failed", "reason": one_line(error)}
 
 
-def time_mix(mix: gate.Mix, inputs: gate.Draw, ceiling: float, device: torch.device) -> Row:
+def time_mix(mix: accuracy.Mix, inputs: accuracy.Draw, ceiling: float, device: torch.device) -> Row:
     sources, query, grad = inputs.sources, inputs.query, inputs.grad
     count, one_pass = len(sources), grad.nbytes
     with torch.no_grad():
         forward = timing.median_ms(lambda: mix(sources, query), device)
-    both = timing.median_ms(lambda: gate.run_both(mix, sources, query, grad), device)
+    both = timing.median_ms(lambda: accuracy.run_both(mix, sources, query, grad), device)
     return {
         "forward_ms": forward,
         "both_ms": both,

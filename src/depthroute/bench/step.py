@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
-from depthroute.bench import gate, timing, turns
+from depthroute.bench import accuracy, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
@@ -116,10 +116,10 @@ class StepRunner:
 
 
 def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
-    """Graphs found in and missing from the disk caches by this process."""
+    """Graphs graphs in and missing from the disk caches by this process."""
     from torch._dynamo.utils import counters
 
-    found = {
+    graphs = {
         "hits": counters["inductor"]["fxgraph_cache_hit"]
         + counters["aot_autograd"]["autograd_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"]
@@ -127,7 +127,7 @@ def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
         "bypasses": counters["inductor"]["fxgraph_cache_bypass"]
         + counters["aot_autograd"]["autograd_cache_bypass"],
     }
-    return {name: n - (since or {}).get(name, 0) for name, n in found.items()}
+    return {name: n - (since or {}).get(name, 0) for name, n in graphs.items()}
 
 
 def jobs(text: str) -> list[Method]:
@@ -138,20 +138,20 @@ def jobs(text: str) -> list[Method]:
     return list(methods)
 
 
-def gate_operators(record: Record, settings: Settings, width: int) -> bool:
+def check_operators(record: Record, settings: Settings, width: int) -> bool:
     """The operators these steps use, at their width, dtype and device; False if one is wrong."""
     tokens = min(1024, settings.batch_size * settings.sequence_length)
     worst = 0.0
     for sources in GATE_SOURCES:
-        given = gate.draw(
+        inputs = accuracy.draw(
             sources, tokens, width, settings.device, dtype=getattr(torch, settings.dtype)
         )
-        verdict = gate.check(ops.depth_mix, given)
+        verdict = accuracy.check(ops.depth_mix, inputs)
         worst = max(worst, verdict.ratio)
         if not verdict.holds:
             record.fail(f"depth_mix of {sources} sources, width {width}: not timed: {verdict}")
     record.values["gate"] = {"op": "depth_mix", "worst_ratio": worst, "sources": GATE_SOURCES}
-    return worst <= gate.BUDGET
+    return worst <= accuracy.BUDGET
 
 
 def run(
@@ -163,7 +163,7 @@ def run(
     profile: turns.Profile | None = None,
 ) -> None:
     width = presets.get(settings.preset).model["hidden_size"]
-    if not gate_operators(record, settings, width):
+    if not check_operators(record, settings, width):
         return
     if not settings.eager:
         record.values["caches"] = use_own_caches()

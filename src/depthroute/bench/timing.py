@@ -171,5 +171,5 @@ def peak_gb(
     meter = MemoryMeter(device)
     call()
     synchronise(device)
-    found = meter.peak_bytes(resident())
-    return None if found is None else found / 1e9
+    peak = meter.peak_bytes(resident())
+    return None if peak is None else peak / 1e9

@@ -114,7 +114,7 @@ class Turns:
 
     def _apart(self, group: Sequence[Method]) -> list[Row]:
         """One at a time, and standard right after each; it stays for the next group."""
-        found: dict[str, Row] = {}
+        rows: dict[str, Row] = {}
         standard = [method for method in group if method.label == BASELINE]
         for method in group:
             label = method.label
@@ -129,9 +129,9 @@ class Turns:
                 row["paired"] = False
                 row["note"] = "standard did not fit beside it and was measured right after it"
             if base:
-                found.setdefault(BASELINE, compare(base, base) if "ms" in base else base)
-            found[label] = row
-        return list(found.values())
+                rows.setdefault(BASELINE, compare(base, base) if "ms" in base else base)
+            rows[label] = row
+        return list(rows.values())
 
     def _window(self, group: Sequence[Method]) -> tuple[dict[str, Row], dict[str, list[float]]]:
         """Rows by label, and the time of every step; a failure is a row as well."""
@@ -195,12 +195,12 @@ class Turns:
                 self.ready[other].step()
 
         try:
-            found = profile.of(runner.step, runner.device, before=turn)
+            breakdown = profile.of(runner.step, runner.device, before=turn)
         except Exception as error:  # the times stand
             return {"breakdown_error": one_line(error)}
-        row: Row = {"breakdown": found | {"window": list(taking)}}
-        if "busy_ms" in found:
-            row["idle_ms"] = max(0.0, milliseconds - found["busy_ms"])
+        row: Row = {"breakdown": breakdown | {"window": list(taking)}}
+        if "busy_ms" in breakdown:
+            row["idle_ms"] = max(0.0, milliseconds - breakdown["busy_ms"])
         return row
 
     def _clear(self) -> None:

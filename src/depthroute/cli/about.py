@@ -34,18 +34,18 @@ def env(as_json: AsJson = False) -> None:
     """Versions, devices, and which backend each operator uses here and why."""
     from depthroute.runs import environment
 
-    found: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
+    about: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
     if as_json:
-        print_json(found)
+        print_json(about)
         return
     console = output()
-    commit = f" (commit {found['commit']})" if found["commit"] else ""
-    console.print(f"depthroute {found['depthroute']}{commit}")
-    console.print(f"python {found['python']} on {found['platform']}")
-    for name, version in found["packages"].items():
+    commit = f" (commit {about['commit']})" if about["commit"] else ""
+    console.print(f"depthroute {about['depthroute']}{commit}")
+    console.print(f"python {about['python']} on {about['platform']}")
+    for name, version in about["packages"].items():
         console.print(f"{name} {version or 'not installed'}")
-    for device in found["devices"]:
+    for device in about["devices"]:
         details = ", ".join(f"{k} {v}" for k, v in device.items() if k not in ("device", "name"))
         console.print(f"{device['device']}: {device['name']}, {details}")
-    for choice in found["backends"]:
+    for choice in about["backends"]:
         console.print(f"{choice['op']}: {choice['backend']} ({choice['reason']})")

@@ -26,57 +26,34 @@ Shapes = Annotated[
     str, typer.Option(help="all, or SOURCESxWIDTH separated by commas, such as 5x1024,9x2048.")
 ]
 TOKENS_PER_STEP = 16_384
-OPERATOR_COLUMNS = {
-    "who": "who",
-    "S": "S",
-    "N": "N",
-    "D": "D",
-    "budget": "error",
-    "forward_ms": "forward ms",
-    "forward_frac": "of copy",
-    "both_ms": "with backward ms",
-    "both_frac": "of copy",
-    "reason": "",
+OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
+STEP_COLUMNS = (
+    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second peak_gb "
+    "relative_memory warmup_s error"
+)
+HEADINGS = {
+    "budget": ("error", "x{:.2f}"),
+    "forward_ms": ("forward ms", "{:.4f}"),
+    "forward_frac": ("of copy", "{:.3f}"),
+    "both_ms": ("with backward ms", "{:.4f}"),
+    "both_frac": ("of copy", "{:.3f}"),
+    "frac": ("of copy", "{:.3f}"),
+    "ms": ("ms", "{:.3f}"),
+    "in_use_ms": ("in use ms", "{:.3f}"),
+    "setting": ("best", "{}"),
+    "peak_gb": ("GB", "{:.2f}"),
+    "relative_speed": ("speed", "{:.3f}x"),
+    "relative_speed_quartiles": ("half of all pairs", "{0[0]:.3f}-{0[1]:.3f}"),
+    "idle_ms": ("idle ms", "{:.2f}"),
+    "relative_memory": ("memory", "{:+.1%}"),
+    "relative_time": ("time", "{:+.1%}"),
+    "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "cache_bytes": ("cache bytes", "{:,}"),
+    "warmup_s": ("warm-up s", "{:.1f}"),
+    "reason": ("", "{}"),
+    "error": ("", "{}"),
 }
-STEP_COLUMNS = {
-    "method": "method",
-    "ms": "ms",
-    "relative_speed": "speed",
-    "relative_speed_quartiles": "half of all pairs",
-    "paired": "paired",
-    "idle_ms": "idle ms",
-    "tokens_per_second": "tokens/s",
-    "peak_gb": "GB",
-    "relative_memory": "memory",
-    "warmup_s": "warm-up s",
-    "error": "",
-}
-DECODE_COLUMNS = {
-    "method": "method",
-    "ms": "ms",
-    "relative_time": "time",
-    "cache_bytes": "cache bytes",
-    "error": "",
-}
-FORMATS = {
-    "budget": "x{:.2f}",
-    "forward_ms": "{:.4f}",
-    "both_ms": "{:.4f}",
-    "forward_frac": "{:.3f}",
-    "both_frac": "{:.3f}",
-    "frac": "{:.3f}",
-    "ms": "{:.3f}",
-    "in_use_ms": "{:.3f}",
-    "peak_gb": "{:.2f}",
-    "relative_speed": "{:.3f}x",
-    "relative_speed_quartiles": "{0[0]:.3f}-{0[1]:.3f}",
-    "idle_ms": "{:.2f}",
-    "relative_memory": "{:+.1%}",
-    "relative_time": "{:+.1%}",
-    "tokens_per_second": "{:,.0f}",
-    "cache_bytes": "{:,}",
-    "warmup_s": "{:.1f}",
-}
+"""What the table calls a figure and how it writes it; any other goes by its own name, as it is."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,7 @@ class OutputOptions:
     def finish(
         self,
         record: Any,
-        columns: dict[str, str],
+        columns: str,
         title: str,
         rows: list[dict[str, Any]] | None = None,
     ) -> None:
@@ -105,21 +82,25 @@ class OutputOptions:
             print_json(record.values, indent=1)
         else:
             shown = record.rows if rows is None else rows
-            used = [name for name in columns if any(row.get(name) is not None for row in shown)]
-            table = Table(title=title)
-            for name in used:
-                table.add_column(columns[name])
-            for row in shown:
-                table.add_row(*(_cell(name, row.get(name)) for name in used))
-            PlainConsole(highlight=False).print(table)
+            PlainConsole(highlight=False).print(_table(columns.split(), title, shown))
         if record.values["failures"]:
             raise typer.Exit(1)
 
 
+def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:
+    """Without the columns that no row has a figure for."""
+    table = Table(title=title)
+    used = [name for name in columns if any(row.get(name) is not None for row in rows)]
+    for name in used:
+        table.add_column(HEADINGS.get(name, (name,))[0])
+    for row in rows:
+        table.add_row(*(_cell(name, row.get(name)) for name in used))
+    return table
+
+
 def _cell(name: str, value: Any) -> str:
-    if value is None:
-        return "" if name in ("reason", "error") else "-"
-    return FORMATS.get(name, "{}").format(value)
+    heading, form = HEADINGS.get(name, (name, "{}"))
+    return form.format(value) if value is not None else "-" if heading else ""
 
 
 @dataclass(frozen=True)
@@ -246,4 +227,4 @@ def decode(*, model: ModelOptions, output: OutputOptions) -> None:
     methods = stepping.jobs(model.methods)
     record = output.record("decode", **settings.to_dict(), methods=model.methods)
     decoding.run(record, settings, methods)
-    output.finish(record, DECODE_COLUMNS, f"one token, {model.preset}")
+    output.finish(record, "method ms relative_time cache_bytes error", f"one token, {model.preset}")

@@ -63,21 +63,21 @@ def inspect(
                 f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "
                 "at least 2; give a longer one"
             )
-        found = record(
+        routing = record(
             trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
         )
-    if (site := first_not_finite(found)) is not None:
+    if (site := first_not_finite(routing)) is not None:
         raise CheckpointError(
             f"the routing weights of {model!r} are no numbers at {site}: it diverged in training "
             "or its file is damaged"
         )
     if as_json:
-        print_json({"model": model, "method": method, "num_tokens": ids.numel()} | found)
+        print_json({"model": model, "method": method, "num_tokens": ids.numel()} | routing)
         return
     console = PlainConsole(highlight=False)
-    loss = "not finite" if found["loss"] is None else f"{found['loss']:.4f}"
+    loss = "not finite" if routing["loss"] is None else f"{routing['loss']:.4f}"
     console.print(f"{model} ({method}): loss {loss} over {ids.numel()} tokens", soft_wrap=True)
-    console.print(routing_map(found, console))
+    console.print(routing_map(routing, console))
 
 
 @app.command(epilog='Example: `depthroute generate ./smol-delta --prompt "The depth of"`')
@@ -99,7 +99,7 @@ def generate(
     from depthroute.models.generation import check_sampling, continue_prompt
 
     check_sampling(temperature, top_k, top_p, seed)
-    given = _standard_input() if prompt == "-" else prompt
+    start = _standard_input() if prompt == "-" else prompt
     with notes().status("loading the model"):
         loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
 
@@ -107,12 +107,12 @@ def generate(
         if not as_json:
             print(for_stdout(piece), end="", flush=True)
 
-    show(given)
+    show(start)
     try:
         text = continue_prompt(
             loaded,
             tokenizer,
-            given,
+            start,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
@@ -123,7 +123,7 @@ def generate(
     finally:
         show("\n")  # an error begins on a line of its own
     if as_json:
-        print_json({"model": model, "prompt": given, "text": text})
+        print_json({"model": model, "prompt": start, "text": text})
 
 
 def _standard_input() -> str:

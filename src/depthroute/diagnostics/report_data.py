@@ -129,12 +129,12 @@ def _curves(
 
 
 def _by_seed(records: list[dict[str, Any]], event: str, method: str) -> dict[int, dict[int, float]]:
-    found: dict[int, dict[int, float]] = {}
+    losses: dict[int, dict[int, float]] = {}
     for record in records:
         is_mine = record["event"] == event and record["method"] == method
         if is_mine and is_finite(record["loss"]):
-            found.setdefault(record["seed"], {})[record["step"]] = record["loss"]
-    return found
+            losses.setdefault(record["seed"], {})[record["step"]] = record["loss"]
+    return losses
 
 
 def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, dict[int, float]]:
@@ -142,8 +142,8 @@ def _standard_beside(records: list[dict[str, Any]], method: str) -> dict[int, di
 
     With equal time the two are at other steps then, but in the same round.
     """
-    found = [r for r in records if r["event"] == "validation" and is_finite(r["loss"])]
-    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in found}
+    validations = [r for r in records if r["event"] == "validation" and is_finite(r["loss"])]
+    places = {(r["method"], r["seed"], r.get("round", r["step"])): r for r in validations}
     beside: dict[int, dict[int, float]] = {}
     for (label, seed, place), record in places.items():
         standard = places.get((BASELINE, seed, place))

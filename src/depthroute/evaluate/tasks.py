@@ -77,7 +77,7 @@ def run_tasks(
             where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="depthroute-")))
             write_definitions(tasks, data, harness_folder(), where)
         try:
-            found = evaluate(
+            results = evaluate(
                 model,
                 tokenizer,
                 tasks,
@@ -92,14 +92,14 @@ def run_tasks(
                 "--task-data DIR"
             ) from error
     if samples is not None:
-        write_samples(found["samples"], samples)
-    return scores(found, tasks)
+        write_samples(results["samples"], samples)
+    return scores(results, tasks)
 
 
-def write_samples(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def write_samples(samples: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """The harness's items: what each answer scored, which is right, and whether it was chosen."""
     lines = []
-    for task, items in found.items():
+    for task, items in samples.items():
         for item in sorted(items, key=lambda item: item["doc_id"]):
             answers = [answer for (answer,) in item["resps"]]  # one try a request
             row = {
@@ -143,7 +143,7 @@ def evaluate(
         include_defaults=definitions is None,
     )
     with redirect_stdout(sys.stderr):  # the harness prints; stdout is the caller's
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model=huggingface.HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -156,9 +156,9 @@ def evaluate(
             task_manager=manager,
             log_samples=log_samples,
         )
-    if found is None:
+    if results is None:
         raise DepthrouteError("lm-eval returned nothing; only the first process of a group scores")
-    return dict(found)
+    return dict(results)
 
 
 def _prefix(model: Any, tokenizer: Any) -> int | None:
@@ -179,12 +179,12 @@ def _prefix(model: Any, tokenizer: Any) -> int | None:
     )
 
 
-def scores(found: dict[str, Any], tasks: tuple[str, ...]) -> list[TaskScore]:
+def scores(results: dict[str, Any], tasks: tuple[str, ...]) -> list[TaskScore]:
     """The harness's results as rows, in the order asked for."""
     rows = []
     for task in tasks:
-        values = found["results"][task]
-        counts = found["n-samples"]
+        values = results["results"][task]
+        counts = results["n-samples"]
         members = [task] if task in counts else [n for n in counts if n.startswith(f"{task}_")]
         items = sum(counts[name]["effective"] for name in members)
         for metric in _METRICS:

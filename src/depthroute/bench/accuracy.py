@@ -85,16 +85,16 @@ def run_both(
     return x, torch.autograd.grad(x, [*sources, query], grad.to(x.dtype))
 
 
-def check(mix: Mix, given: Draw) -> Verdict:
-    """Run ``mix`` on all of ``given`` and compare a few rows with the definition."""
-    tokens = given.grad.shape[0]
-    rows = torch.linspace(0, tokens - 1, min(tokens, NUM_ROWS), device=given.grad.device).long()
-    grad = torch.zeros_like(given.grad)
-    grad[rows] = given.grad[rows]
-    x, (*dsources, dquery) = run_both(mix, given.sources, given.query, grad)
+def check(mix: Mix, inputs: Draw) -> Verdict:
+    """Run ``mix`` on all of ``inputs`` and compare a few rows with the definition."""
+    tokens = inputs.grad.shape[0]
+    rows = torch.linspace(0, tokens - 1, min(tokens, NUM_ROWS), device=inputs.grad.device).long()
+    grad = torch.zeros_like(inputs.grad)
+    grad[rows] = inputs.grad[rows]
+    x, (*dsources, dquery) = run_both(mix, inputs.sources, inputs.query, grad)
     got = [x[rows], *(d[rows] for d in dsources), dquery]
-    few = [s.detach()[rows].requires_grad_() for s in given.sources]
-    query, grad = given.query.detach().requires_grad_(), grad[rows]
+    few = [s.detach()[rows].requires_grad_() for s in inputs.sources]
+    query, grad = inputs.query.detach().requires_grad_(), grad[rows]
     exact = [t.detach().double().requires_grad_() for t in (*few, query)]
     truth = _flat(run_both(reference.depth_mix, exact[:-1], exact[-1], grad))
     native = _flat(run_both(reference.depth_mix, few, query, grad))
