@@ -98,7 +98,7 @@ def test_inspect_shows_the_name_of_a_folder_as_text(terminal, stranger, tmp_path
     status, sent = terminal("inspect", str(folder), "--text", str(tmp_path / "text.txt"))
     assert status == 0
     assert not any(escape in sent for escape in OBEYED if escape != b"\x1b[2J")
-    assert rb"m\x1b]0;owned\x07[red]x[not-a-tag]:smile:: loss" in sent
+    assert rb"m\x1b]0;owned\x07[red]x[not-a-tag]:smile: (delta:init=paper): loss" in sent
 
 
 @pytest.mark.parametrize(
