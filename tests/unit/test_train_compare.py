@@ -104,6 +104,18 @@ def test_the_standard_method_in_lockstep_trains_as_it_does_alone(finished):
     assert losses == recorded
 
 
+def test_a_method_alone_writes_the_very_records_that_it_does_in_a_comparison(finished, tmp_path):
+    run, _, _ = finished
+    alone = RunDirectory.create(tmp_path / "run")
+    routing = parse_methods("attnres-block")[0].routing
+    builders = {"attnres-block": lambda: presets.build(SMALL, routing)}
+    loop.Experiment(builders, SETTINGS, small().data, alone, seeds=(1,))()
+    beside = [r for r in run.records() if (r["seed"], r.get("method")) == (1, "attnres-block")]
+    beside = [r for r in beside if r["event"] != "routing"]
+    assert [set(r) for r in alone.records()] == [set(r) for r in beside]
+    assert timeless(alone.records()) == timeless(beside)
+
+
 def test_the_summary_holds_means_spreads_and_paired_differences(finished):
     run, summary, steps = finished
     assert summary["is_complete"] and summary["seeds"] == [0, 1] and summary["steps"] == 6
