@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import depthroute as dr
 from depthroute.bench.record import machine
-from depthroute.train.data import TokenData
-from depthroute.train.loop import Trainer
+from depthroute.data.batches import TokenData
 from depthroute.train.settings import TrainSettings
+from depthroute.train.trainer import Trainer
 
 METHODS = {
     "standard": dr.RoutingConfig("standard"),

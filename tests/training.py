@@ -7,7 +7,7 @@ import torch
 
 from depthroute import presets
 from depthroute.config import RoutingConfig
-from depthroute.train.data import TokenData
+from depthroute.data.batches import TokenData
 from depthroute.train.settings import TrainSettings
 
 SMALL = replace(
@@ -27,3 +27,10 @@ def words():
 def build(method="delta", seed=0):
     torch.manual_seed(seed)
     return presets.build(SMALL, RoutingConfig(method=method))
+
+
+def take_steps(trainer, data, seed=0):
+    """The steps that remain, each as it is taken."""
+    while not trainer.is_done:
+        world = trainer.world
+        yield trainer.take_step(data.batch(trainer.completed, seed, world.rank, world.size))

@@ -17,11 +17,12 @@ from depthroute import ops, presets
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.world import SINGLE, joined
 from depthroute.parallel.wrap import wrap
-from depthroute.train.checkpoint import Checkpoints
-from depthroute.train.fit import Fit, Interrupted, export
-from depthroute.train.loop import DivergenceError, Trainer
-from depthroute.train.run_directory import RunDirectory
-from tests.training import SETTINGS, SMALL, words
+from depthroute.runs.checkpoint import Checkpoints
+from depthroute.runs.directory import RunDirectory
+from depthroute.train.launch import export
+from depthroute.train.loop import Experiment, Interrupted
+from depthroute.train.trainer import DivergenceError, Trainer
+from tests.training import SETTINGS, SMALL, take_steps, words
 
 STEPS = replace(SETTINGS, steps=6, warmup_steps=0, validation_sequences=8)
 CASES = {
@@ -49,7 +50,7 @@ def trainer(routing, changes, world, mode):
 
 def curve(routing, changes, world=SINGLE, mode="ddp"):
     one = trainer(routing, changes, world, mode)
-    results = list(one.run(words(), 0))
+    results = list(take_steps(one, words()))
     return {
         "losses": [r.loss for r in results],
         "norms": [r.gradient_norm for r in results],
@@ -62,7 +63,7 @@ def frozen(world, mode):
     model = build(dr.RoutingConfig("delta"))
     model.freeze_base()
     one = Trainer(wrap(model, world, mode), STEPS, world)
-    return {"losses": [r.loss for r in one.run(words(), 0)]}
+    return {"losses": [r.loss for r in take_steps(one, words())]}
 
 
 def statistics(world, mode):
@@ -79,7 +80,7 @@ def statistics(world, mode):
     model = wrap(presets.build(preset, routing), world, mode, precision="bf16")
     ops.depth_mix_merge = spy
     try:
-        list(Trainer(model, settings, world).run(words(), 0))
+        list(take_steps(Trainer(model, settings, world), words()))
     finally:
         ops.depth_mix_merge = merge
     return sorted(seen)
@@ -89,15 +90,23 @@ def interrupted(world, mode, folder):
     """Stopped on one rank, resumed, exported; against the same run never stopped."""
     routing = dr.RoutingConfig("delta")
 
-    def fit(name, on_step=lambda result: None):
+    def fit(name, on_step=lambda progress: None):
         path = folder / name
         if world.is_main and not path.exists():
             RunDirectory.create(path)
         world.barrier()
-        return Fit(trainer(routing, {}, world, mode), words(), RunDirectory(path), on_step=on_step)
+        return Experiment(
+            {"delta": lambda: build(routing)},
+            STEPS,
+            words(),
+            RunDirectory(path),
+            world=world,
+            wrap=lambda model: wrap(model, world, mode),
+            on_step=on_step,
+        )
 
-    def stop(result):
-        if result.step == 2 and world.rank == 1:
+    def stop(progress):
+        if progress.result.step == 2 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     straight = fit("straight")
@@ -116,7 +125,7 @@ def interrupted(world, mode, folder):
     with torch.no_grad():
         expected = again.trainer.model.eval()(inputs).logits
         logits = dr.from_pretrained(folder / "model").eval()(inputs).logits
-    read = {n: f.run.records() for n, f in (("straight", straight), ("cut", again))}
+    read = {n: f.directory.records() for n, f in (("straight", straight), ("cut", again))}
     return {
         "stopped": stopped,
         "resumed": resumed,
@@ -126,7 +135,7 @@ def interrupted(world, mode, folder):
         },
         "exported_difference": (logits - expected).abs().max().item(),
         "exported_tensors": sorted(load_file(folder / "model" / "model.safetensors")),
-        "checkpoint": sorted(p.name for p in again.checkpoints.path(6).iterdir()),
+        "checkpoint": sorted(p.name for p in (again.checkpoints.path(6) / "0").iterdir()),
     }
 
 
@@ -148,20 +157,21 @@ def diverged(world, mode):
 def full_disk(world, mode, folder):
     """No file may grow past 2 kB, as on a full disk: every rank is told, and goes back."""
     one = trainer(dr.RoutingConfig("delta"), {}, world, mode)
-    checkpoints = Checkpoints(folder / "checkpoints")
-    checkpoints.save(one, {})
+    checkpoints = Checkpoints(folder / "checkpoints", world=world)
+    checkpoints.save({"one": one}, {"step": 0})
     one.take_step(words().batch(0, 0, world.rank, world.size))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        checkpoints.save(one, {})
+        checkpoints.save({"one": one}, {"step": 1})
         message = None
     except DepthrouteError as error:
         message = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    checkpoints.load(one, 0)
-    return {"message": message, "kept": checkpoints.steps(), "completed": one.completed}
+    checkpoints.load(checkpoints.path(0), {"one": one})
+    kept = [int(path.name.removeprefix("step_")) for path in checkpoints.paths()]
+    return {"message": message, "kept": kept, "completed": one.completed}
 
 
 def main(folder):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from tests.checkpoints import TEXT, save
 from tests.runs import write_run
 
 from depthroute import cli
+from depthroute.runs.directory import RunDirectory
 from depthroute.train import launch
-from depthroute.train.run_directory import RunDirectory
 
 SMALL = ["--model", "num_hidden_layers=1", "--model", "hidden_size=16"]
 SMALL += ["--set", "batch_size=4", "--set", "sequence_length=16", "--set", "validation_sequences=8"]
@@ -79,6 +80,35 @@ def test_a_run_killed_before_its_summary_has_one_routing_record(
     events = [r["event"] for r in RunDirectory(out).records()]
     assert events.count("routing") == 1 and events.count("step") == 4
     assert json.loads((out / "summary.json").read_text())["steps"] == 4
+
+
+def test_a_run_that_was_begun_under_another_name_goes_on_under_it(tmp_path, depthroute, train):
+    """As before methods had one name everywhere: x0_skip was what is x0-skip now."""
+    out = tmp_path / "run"
+    command = [*train, "--method", "x0-skip", "--steps", "2", "--out", str(out)]
+    assert depthroute(*command)[0] == 0
+    run, (checkpoint,) = RunDirectory(out), (out / "checkpoints").glob("step_00000002")
+    for file in (out / "config.json", run.metrics):
+        file.write_text(file.read_text().replace('"x0-skip"', '"x0_skip"'))
+    for path in [*checkpoint.parent.glob("step_00000001"), out / "summary.json"]:
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    as_format_1(checkpoint)
+    status, _, error = depthroute(*command, "--resume", "auto")
+    assert status == 0, error
+    assert {r["method"] for r in run.records() if "method" in r} == {"x0_skip"}
+
+
+def as_format_1(folder):
+    """The run's model beside its state, which names no method and has no checksums."""
+    for file in (folder / "0").iterdir():
+        file.rename(folder / file.name)
+    state = json.loads((folder / "state.json").read_text())
+    (saved,) = state.pop("methods").values()
+    state |= {"format": 1, "recent_losses": saved["recent_losses"]}
+    for name in ("files", "sha256", "round", "memory", "lines"):
+        del state[name]
+    (folder / "0").rmdir()
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def test_a_run_is_written_where_its_link_leads(tmp_path, depthroute, train):

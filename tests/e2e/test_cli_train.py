@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 import depthroute as dr
 from depthroute import cli
-from depthroute.train.documents import open_corpus
-from depthroute.train.run_directory import RunDirectory
-from depthroute.train.tokenise import choose_vocabulary
+from depthroute.data.documents import open_corpus
+from depthroute.data.tokenise import choose_vocabulary
+from depthroute.runs.directory import RunDirectory
 
 SMALL = ["--model", "num_hidden_layers=2", "--model", "hidden_size=16"]
 SMALL += ["--set", "batch_size=4", "--set", "sequence_length=16", "--set", "validation_sequences=8"]

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from depthroute import cli
 from depthroute.cli.terminal import PlainConsole
-from depthroute.train.display import comparison_table
-from depthroute.train.summary import summarise
+from depthroute.runs.display import comparison_table
+from depthroute.runs.summary import summarise
 from depthroute.visible import visible, visible_line
 
 TITLE = "\x1b]0;owned\x07"

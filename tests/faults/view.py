@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute.errors import DepthrouteError
-from depthroute.train.run_directory import RunDirectory
+from depthroute.runs.directory import RunDirectory
 
 CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
 """Nobody can repeat these."""

@@ -403,7 +403,7 @@ def test_finetune_refuses_base_and_routing_before_it_tokenises(
 ):
     save(tmp_path / "base", None)
     monkeypatch.setattr(
-        "depthroute.train.sources.prepare", lambda *a, **k: pytest.fail("tokenised first")
+        "depthroute.data.sources.prepare", lambda *a, **k: pytest.fail("tokenised first")
     )
     (tmp_path / "text.txt").write_text("the depth of a model\n" * 50)
     out = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]

@@ -1,5 +1,7 @@
 """A comparison whose files were lost, damaged or never written."""
 
+import hashlib
+import json
 import shutil
 from dataclasses import replace
 
@@ -9,10 +11,10 @@ import torch
 
 from depthroute import diagnostics, presets
 from depthroute.config import parse_methods
+from depthroute.data.batches import TokenData
 from depthroute.errors import CheckpointError
+from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.data import TokenData
-from depthroute.train.run_directory import RunDirectory, RunError
 from depthroute.train.settings import TrainSettings
 
 SMALL = replace(
@@ -42,7 +44,6 @@ def compare(run, seeds=(0,), **options):
     return run_comparison(
         small(seeds),
         run,
-        sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
         look=lambda model, tokens: diagnostics.record(diagnostics.trace(model, tokens)),
         **options,
     )
@@ -50,7 +51,7 @@ def compare(run, seeds=(0,), **options):
 
 def timeless(run):
     kept = [r for r in run.records() if r["event"] != "resumed"]
-    return [{k: v for k, v in r.items() if k != "seconds"} for r in kept]
+    return [{k: v for k, v in r.items() if k not in ("seconds", "memory_bytes")} for r in kept]
 
 
 def die_at(step):
@@ -91,11 +92,11 @@ def test_a_summary_that_is_missing_is_written_and_nothing_is_trained(tmp_path, w
 def test_killed_between_the_last_validation_and_the_last_look_it_is_looked_at(
     tmp_path, whole, monkeypatch
 ):
-    from depthroute.train.lockstep import Lockstep
+    from depthroute.train.loop import Experiment
 
     run = RunDirectory.create(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Lockstep, "traces", lambda self, look: 1 / 0)
+        patch.setattr(Experiment, "traces", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             compare(run)
     taken = []
@@ -124,14 +125,63 @@ def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(tmp_pat
     run = copy(killed, tmp_path / "run")
     _, newest = sorted((run.path / "checkpoints").iterdir())
     (newest / "1" / "optimizer.safetensors").unlink()
-    (run.path / "checkpoints" / "at_notes").mkdir()  # somebody's own
+    (run.path / "checkpoints" / "step_notes").mkdir()  # somebody's own
     notes, taken = [], []
     compare(run, is_resumed=True, note=notes.append, on_step=taken.append)
     assert len(notes) == 1
     assert newest.name in notes[0] and "1/optimizer.safetensors cannot be read" in notes[0]
     assert min(p.result.step for p in taken) == 3
     assert timeless(run) == timeless(whole[0])
-    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["at_notes"]
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["step_notes"]
+
+
+def resealed(folder, change):
+    """A checkpoint whose state was changed, and fits its checksum again."""
+    state = change(json.loads((folder / "state.json").read_text()))
+    state.pop("sha256")
+    own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
+    return state
+
+
+def as_format_2(folder):
+    """A comparison's checkpoint was named by the lines before it and counted no steps."""
+    new = ("step", "data", "data_position", "validation_loss", "best", "ranks")
+    state = resealed(folder, lambda s: {k: v for k, v in s.items() if k not in new} | {"format": 2})
+    return folder.rename(folder.with_name(f"at_{state['lines']:09d}"))
+
+
+def test_a_comparison_of_the_format_before_goes_on_bit_for_bit(tmp_path, killed, whole):
+    run = copy(killed, tmp_path / "run")
+    earlier, newest = map(as_format_2, sorted((run.path / "checkpoints").iterdir()))
+    (newest / "0" / "model.safetensors").unlink()
+    notes, taken = [], []
+    compare(run, is_resumed=True, note=notes.append, on_step=taken.append)
+    assert len(notes) == 1 and newest.name in notes[0] and not earlier.exists()
+    assert min(p.result.step for p in taken) == 3
+    assert timeless(run) == timeless(whole[0])
+    assert run.read_json("traces.json") == whole[0].read_json("traces.json")
+    assert not (run.path / "checkpoints").exists()
+
+
+def test_a_run_keeps_the_names_of_methods_that_it_was_begun_with(tmp_path, killed, whole):
+    """Names were others in earlier versions; what is run is what must be the same."""
+    run = copy(killed, tmp_path / "run")
+    config = run.read_json("config.json")
+    config["methods"]["earlier"] = config["methods"].pop("delta")
+    run.write_json("config.json", config)
+    run.metrics.write_text(run.metrics.read_text().replace('"delta"', '"earlier"'))
+    names = {"standard": "standard", "delta": "earlier"}
+    for folder in (run.path / "checkpoints").iterdir():
+        resealed(
+            folder,
+            lambda s: s | {"methods": {names[k]: v for k, v in s["methods"].items()}},
+        )
+    summary = compare(run, is_resumed=True)
+    assert [row["method"] for row in summary["rows"]] == ["standard", "earlier"]
+    theirs = [r | {"method": r.get("method")} for r in timeless(run)]
+    mine = [r | {"method": r.get("method")} for r in timeless(whole[0])]
+    assert theirs == [r | {"method": names.get(r["method"])} for r in mine]
 
 
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):
@@ -157,5 +207,5 @@ def test_a_damaged_configuration_is_one_clear_error(tmp_path, killed, text):
 def test_records_that_were_lost_are_not_left_out_of_the_table_in_silence(tmp_path, killed):
     run = copy(killed, tmp_path / "run")
     run.metrics.write_text("".join(run.metrics.read_text().splitlines(keepends=True)[:3]))
-    with pytest.raises(RunError, match=r"metrics.jsonl has 3 lines and had \d+ when .*at_0"):
+    with pytest.raises(RunError, match=r"metrics.jsonl has 3 lines and had \d+ when .*step_0"):
         compare(run, is_resumed=True)

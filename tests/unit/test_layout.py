@@ -18,18 +18,31 @@ TESTS = Path(__file__).parent.parent
 
 # leftmost first; names in one group may import each other
 ORDER = [
-    {"_version", "errors", "checks", "files", "methods", "plan", "schedule", "config", "visible"},
+    {
+        "_version",
+        "errors",
+        "checks",
+        "files",
+        "json_shape",
+        "methods",
+        "plan",
+        "schedule",
+        "config",
+        "visible",
+    },
     {"ops"},
     {"nn"},
     {"models", "presets"},
     {"parallel"},
+    {"data"},
+    {"runs"},
     {"train"},
     {"evaluate"},
     {"diagnostics"},
     {"bench"},
     {"cli", "__main__"},
 ]
-MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "train", "diagnostics", "presets", "bench", "cli"}
+MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "data", "diagnostics", "presets", "bench", "cli"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
 

@@ -13,8 +13,8 @@ from tests.runs import write_run
 
 from depthroute.diagnostics.figures import figures, palette
 from depthroute.diagnostics.report import write_report
-from depthroute.train.display import comparison_table
-from depthroute.train.summary import summarise
+from depthroute.runs.display import comparison_table
+from depthroute.runs.summary import summarise
 
 
 class Table(HTMLParser):

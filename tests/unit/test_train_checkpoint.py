@@ -1,5 +1,6 @@
 """A run that is cut anywhere goes on as if it had not been."""
 
+import hashlib
 import json
 import math
 import os
@@ -18,23 +19,36 @@ from tests.training import SETTINGS, build, words
 
 import depthroute as dr
 from depthroute.errors import CheckpointError
-from depthroute.train.checkpoint import Checkpoints
-from depthroute.train.fit import Fit, Interrupted, export
+from depthroute.runs.checkpoint import Checkpoints
+from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.train.interrupt import stop_signals
-from depthroute.train.loop import DivergenceError, Trainer
-from depthroute.train.run_directory import RunDirectory, RunError
+from depthroute.train.launch import export
+from depthroute.train.loop import Experiment, Interrupted
+from depthroute.train.trainer import DivergenceError, Trainer
 
 LONG = replace(SETTINGS, steps=20, validation_sequences=4)
 
 
 def fit(path, settings=LONG, method="delta", **options):
     run = RunDirectory.reopen(path) if path.exists() else RunDirectory.create(path)
-    return Fit(Trainer(build(method), settings), words(), run, label=method, **options)
+    return Experiment({method: lambda: build(method)}, settings, words(), run, **options)
+
+
+def save(checkpoints, trainer, loss=None):
+    return checkpoints.save({"delta": trainer}, {"step": trainer.completed}, loss)
+
+
+def load(checkpoints, trainer, step):
+    return checkpoints.load(checkpoints.path(step), {"delta": trainer})
+
+
+def steps(checkpoints):
+    return [int(path.name.removeprefix("step_")) for path in checkpoints.paths()]
 
 
 def stop_after(steps, number=signal.SIGTERM):
-    def on_step(result):
-        if result.step == steps - 1:
+    def on_step(progress):
+        if progress.result.step == steps - 1:
             os.kill(os.getpid(), number)
 
     return on_step
@@ -57,9 +71,9 @@ def test_twenty_steps_equal_ten_and_ten_more_bit_for_bit(tmp_path, method):
     torch.manual_seed(99)  # what is drawn in between must not matter
     again = fit(tmp_path / "cut", method=method)
     assert again.resume() == 10
-    outcome = again()
-    assert losses(again.run) == losses(straight.run)
-    assert outcome["validation_loss"] == straight.last_validation
+    again()
+    assert losses(again.directory) == losses(straight.directory)
+    assert again.last_validation == straight.last_validation
     expected = parameters(straight.trainer)
     assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
 
@@ -68,10 +82,10 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
     torch.manual_seed(5)
     torch.rand(3)
-    checkpoints.save(trainer, {})
+    save(checkpoints, trainer)
     expected = torch.rand(4)
     torch.manual_seed(6)
-    checkpoints.load(trainer, 0)
+    load(checkpoints, trainer, 0)
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -81,7 +95,7 @@ def test_a_signal_saves_the_step_it_came_in(tmp_path, number, name):
     run = fit(tmp_path / "run", on_step=stop_after(3, number))
     with pytest.raises(Interrupted, match=f"signal {name} after step 3"):
         run()
-    assert run.checkpoints.steps() == [3]
+    assert steps(run.checkpoints) == [3]
     assert signal.getsignal(number) == before
 
 
@@ -111,9 +125,9 @@ def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not(monk
 def test_state_names_format_step_data_position_and_random_state(tmp_path):
     run = fit(tmp_path / "run", replace(LONG, save_every=5, keep_last=9))
     run()
-    assert run.checkpoints.steps() == [5, 10, 15, 20]
+    assert steps(run.checkpoints) == [5, 10, 15, 20]
     state = json.loads((run.checkpoints.path(10) / "state.json").read_text())
-    assert (state["format"], state["step"], state["seed"]) == (2, 10, 0)
+    assert (state["format"], state["step"], state["seed"]) == (3, 10, 0)
     assert state["data_position"] == {"epoch": 0, "sequence": 40}
     assert len(state["random"]) == 1
     assert run.data.position(100) == {"epoch": 1, "sequence": 400 - run.data.num_sequences}
@@ -132,11 +146,11 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints, trainer = Checkpoints(tmp_path, keep_last=2), Trainer(build(), LONG)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, None]):
         trainer.completed = step
-        checkpoints.save(trainer, {}, loss)
-    assert checkpoints.steps() == [1, 3, 4]
+        save(checkpoints, trainer, loss)
+    assert steps(checkpoints) == [1, 3, 4]
     assert (tmp_path / "best").resolve().name == "step_00000001"
     again = Checkpoints(tmp_path)
-    again.load(trainer, 4)
+    load(again, trainer, 4)
     assert again.best == {"step": 1, "loss": 1.0}
 
 
@@ -155,22 +169,22 @@ def test_a_run_killed_between_saving_and_pruning_is_pruned_when_it_goes_on(tmp_p
 def test_a_half_written_checkpoint_is_never_resumed_from(tmp_path):
     """As kill -9 in the middle of a save leaves it."""
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
-    checkpoints.save(trainer, {})
+    save(checkpoints, trainer)
     half = tmp_path / ".step_00000007.depthroute-0123456789ab"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    assert checkpoints.steps() == [0]
+    assert steps(checkpoints) == [0]
     trainer.completed = 1
-    checkpoints.save(trainer, {})
+    save(checkpoints, trainer)
     assert not half.exists()
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(tmp_path):
     """Nothing may be without a good checkpoint, not even between two renames."""
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
-    path = checkpoints.save(trainer, {})
+    path = save(checkpoints, trainer)
     before = (path / "state.json").stat().st_mtime_ns
-    assert checkpoints.save(trainer, {}) == path
+    assert save(checkpoints, trainer) == path
     assert (path / "state.json").stat().st_mtime_ns == before
 
 
@@ -188,17 +202,17 @@ def small_files():
 
 def test_a_full_disk_is_one_clear_error_and_keeps_the_last_good_checkpoint(tmp_path, small_files):
     checkpoints, trainer = Checkpoints(tmp_path / "c"), Trainer(build(), LONG)
-    checkpoints.save(trainer, {})
+    save(checkpoints, trainer)
     trainer.take_step(words().batch(0, 0))
     expected = parameters(trainer)
     small_files(10_000)
     with pytest.raises(
         CheckpointError, match=r"cannot write .*00001: .*too large.*last good.*0000"
     ):
-        checkpoints.save(trainer, {})
+        save(checkpoints, trainer)
     small_files(resource.RLIM_INFINITY)
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step_00000000"]
-    checkpoints.load(trainer, 0)
+    load(checkpoints, trainer, 0)
     assert trainer.completed == 0
     assert any(not torch.equal(p, expected[n]) for n, p in parameters(trainer).items())
 
@@ -206,42 +220,47 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_last_good_checkpoint(tmp_p
 def test_an_unwritable_folder_is_one_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write .*Not a directory; none is kept yet"):
-        Checkpoints(tmp_path / "file" / "checkpoints").save(Trainer(build(), LONG), {})
+        save(Checkpoints(tmp_path / "file" / "checkpoints"), Trainer(build(), LONG))
 
 
 def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
     checkpoints, trainer = Checkpoints(tmp_path), Trainer(build(), LONG)
-    path = checkpoints.save(trainer, {})
+    path = save(checkpoints, trainer)
     with pytest.raises(CheckpointError, match=r"cannot resume .* of another model"):
-        checkpoints.load(Trainer(build("standard"), LONG), 0)
-    (path / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match=r"step_00000000 is damaged: model.safetensors does"):
-        checkpoints.load(trainer, 0)
+        load(checkpoints, Trainer(build("standard"), LONG), 0)
+    (path / "0" / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"00000 is damaged: 0/model.safetensors does"):
+        load(checkpoints, trainer, 0)
     (path / "state.json").write_text('{"format": 7, "depthroute": "9.0"}')
-    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1 and 2.*9\.0"):
-        checkpoints.load(trainer, 0)
+    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1 to 3.*9\.0"):
+        load(checkpoints, trainer, 0)
 
 
 def test_a_run_is_not_resumed_on_other_data_or_another_seed(tmp_path):
     with pytest.raises(Interrupted):
         fit(tmp_path / "run", on_step=stop_after(2))()
     with pytest.raises(CheckpointError, match="was run with seed 0 and now has 1"):
-        fit(tmp_path / "run", seed=1).resume()
+        fit(tmp_path / "run", seeds=(1,)).resume()
 
 
 def test_records_that_were_done_again_count_once(tmp_path):
     """Killed after step 7 with a checkpoint of step 5: 5 and 6 are taken twice."""
-    run = fit(tmp_path / "run", replace(LONG, save_every=5))
-    for step in range(7):
-        run._step([], type("Never", (), {"signal": 0}))
-        assert run.trainer.completed == step + 1
-    with run.run.metrics.open("a") as handle:
+
+    def die(progress):
+        if progress.result.step == 6:
+            raise RuntimeError("killed")
+
+    run = fit(tmp_path / "run", replace(LONG, save_every=5), on_step=die)
+    with pytest.raises(RuntimeError):
+        run()
+    assert run.trainer.completed == 7
+    with run.directory.metrics.open("a") as handle:
         handle.write('{"event": "st')
     again = fit(tmp_path / "run", replace(LONG, save_every=5))
     assert again.resume() == 5
     again()
-    steps = [r["step"] for r in again.run.records() if r["event"] == "step"]
-    assert steps == list(range(20))
+    taken = [r["step"] for r in again.directory.records() if r["event"] == "step"]
+    assert taken == list(range(20))
 
 
 def test_a_run_that_is_not_there_cannot_be_reopened(tmp_path):
@@ -250,17 +269,17 @@ def test_a_run_that_is_not_there_cannot_be_reopened(tmp_path):
 
 
 def test_a_run_that_diverges_leaves_its_last_good_parameters(tmp_path):
-    def spoil(result):
-        if result.step == 3:
+    def spoil(progress):
+        if progress.result.step == 3:
             with torch.no_grad():
                 run.trainer.model.model.norm.weight[0] = float("nan")
 
     run = fit(tmp_path / "run", on_step=spoil)
     with pytest.raises(DivergenceError, match=r"step 4 .*, first in parameter model.norm.weight"):
         run()
-    (record,) = [r for r in run.run.records() if r["event"] == "diverged"]
+    (record,) = [r for r in run.directory.records() if r["event"] == "diverged"]
     assert record["step"] == 4
-    assert run.checkpoints.steps() == [4]
+    assert steps(run.checkpoints) == [4]
 
 
 def test_the_exported_model_is_the_trained_one(tmp_path):
@@ -276,17 +295,17 @@ def test_the_exported_model_is_the_trained_one(tmp_path):
 def test_a_skipped_step_is_recorded_with_its_reason_and_is_on_no_curve(tmp_path):
     name = "model.norm.weight"
 
-    def spoil(result):
+    def spoil(progress):
         parameter = run.trainer.model.get_parameter(name)
         with torch.no_grad():
-            parameter[0] = float("nan") if result.step == 3 else 1.0
+            parameter[0] = float("nan") if progress.result.step == 3 else 1.0
 
     run = fit(tmp_path / "run", replace(LONG, on_bad_step="skip"), on_step=spoil)
     run()
-    (record,) = [r for r in run.run.records() if r["event"] == "skipped"]
+    (record,) = [r for r in run.directory.records() if r["event"] == "skipped"]
     assert record["step"] == 4 and f"first in parameter {name}" in record["reason"]
-    assert len(losses(run.run)) == 19
-    assert "NaN" not in run.run.metrics.read_text()
+    assert len(losses(run.directory)) == 19
+    assert "NaN" not in run.directory.metrics.read_text()
 
 
 def flip_a_bit(file):
@@ -310,11 +329,11 @@ def change_the_step(file):
 
 
 DAMAGES = {
-    "a flipped bit in the weights": ("model.safetensors", flip_a_bit),
-    "a flipped bit in the optimiser": ("optimizer.safetensors", flip_a_bit),
-    "a lost tensor": ("optimizer.safetensors", drop_a_moment),
-    "a cut file": ("model.safetensors", cut),
-    "a lost file": ("optimizer.safetensors", Path.unlink),
+    "a flipped bit in the weights": ("0/model.safetensors", flip_a_bit),
+    "a flipped bit in the optimiser": ("0/optimizer.safetensors", flip_a_bit),
+    "a lost tensor": ("0/optimizer.safetensors", drop_a_moment),
+    "a cut file": ("0/model.safetensors", cut),
+    "a lost file": ("0/optimizer.safetensors", Path.unlink),
     "another state": ("state.json", change_the_step),
     "a cut state": ("state.json", cut),
     "no state": ("state.json", Path.unlink),
@@ -333,7 +352,7 @@ def ten_steps(tmp_path_factory):
 
 def copy(run, path):
     unlocked = shutil.ignore_patterns(".depthroute-lock")
-    shutil.copytree(run.run.path, path, symlinks=True, ignore=unlocked)
+    shutil.copytree(run.directory.path, path, symlinks=True, ignore=unlocked)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -348,10 +367,10 @@ def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(
     assert again.resume(notes.append) == 5
     assert len(notes) == 1 and "skipped: " in notes[0] and "step_00000010" in notes[0]
     again()
-    assert losses(again.run) == losses(ten_steps.run)
+    assert losses(again.directory) == losses(ten_steps.directory)
     expected = parameters(ten_steps.trainer)
     assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
-    assert again.checkpoints.steps() == [5, 10]
+    assert steps(again.checkpoints) == [5, 10]
     assert fit(path, TEN).resume(pytest.fail) == 10  # written again
 
 
@@ -359,22 +378,59 @@ def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
     path = tmp_path / "run"
     copy(ten_steps, path)
     for step in (5, 10):
-        flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+        flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / "0" / "model.safetensors")
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match=r"no checkpoint .* is good.*00010 .*checksum.*00005"):
         fit(path, TEN).resume()
     assert {p: p.read_bytes() for p in before} == before
 
 
+def as_format_2(folder):
+    """A run of one model had its files beside state.json, and no methods."""
+    for file in (folder / "0").iterdir():
+        file.rename(folder / file.name)
+    (folder / "0").rmdir()
+    state = json.loads((folder / "state.json").read_text())
+    (method,) = state.pop("methods").values()
+    for name in ("round", "memory", "sha256"):
+        del state[name]
+    state |= {"format": 2, "recent_losses": method["recent_losses"]}
+    state["files"] = {Path(name).name: value for name, value in state["files"].items()}
+    own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+    (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
+    return state
+
+
+def as_format_1(folder):
+    """No checksums, and no count of lines."""
+    state = as_format_2(folder)
+    for name in ("files", "lines"):
+        del state[name]
+    (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
+
+
+def test_a_run_of_the_format_before_goes_on_bit_for_bit(tmp_path, ten_steps):
+    path = tmp_path / "run"
+    copy(ten_steps, path)
+    shutil.rmtree(path / "checkpoints" / "step_00000010")
+    as_format_2(path / "checkpoints" / "step_00000005")
+    again = fit(path, TEN)
+    assert again.resume(pytest.fail) == 5
+    again()
+    assert losses(again.directory) == losses(ten_steps.directory)
+    expected = parameters(ten_steps.trainer)
+    assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
+    flip_a_bit(path / "checkpoints" / "step_00000005" / "model.safetensors")
+    shutil.rmtree(path / "checkpoints" / "step_00000010")
+    with pytest.raises(CheckpointError, match=r"00005 is damaged: model.safetensors does not"):
+        fit(path, TEN).resume()
+
+
 def test_a_checkpoint_without_checksums_is_taken_but_for_what_is_missing(tmp_path, ten_steps):
     path = tmp_path / "run"
     copy(ten_steps, path)
     for step in (5, 10):
-        file = path / "checkpoints" / f"step_{step:08d}" / "state.json"
-        state = json.loads(file.read_text())
-        for name in ("files", "sha256", "lines"):
-            del state[name]
-        file.write_text(json.dumps(state | {"format": 1}))
+        as_format_1(path / "checkpoints" / f"step_{step:08d}")
     assert fit(path, TEN).resume(pytest.fail) == 10
     drop_a_moment(path / "checkpoints" / "step_00000010" / "optimizer.safetensors")
     notes = []
@@ -400,8 +456,8 @@ def test_other_names_beside_checkpoints_are_left_alone(tmp_path, ten_steps):
 
 
 def test_a_run_killed_before_its_first_checkpoint_records_nothing_twice(tmp_path):
-    def die(result):
-        if result.step == 2:
+    def die(progress):
+        if progress.result.step == 2:
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError):
@@ -409,7 +465,7 @@ def test_a_run_killed_before_its_first_checkpoint_records_nothing_twice(tmp_path
     again = fit(tmp_path / "run")
     assert again.resume() is None
     again()
-    events = [r["event"] for r in again.run.records()]
+    events = [r["event"] for r in again.directory.records()]
     assert events.count("start") == 1 and events.count("step") == 20
 
 
@@ -442,7 +498,7 @@ def test_a_link_in_a_run_directory_is_never_written_through(tmp_path):
 
 def test_a_run_directory_is_one_process_s(tmp_path):
     script = (
-        "import sys; from depthroute.train.run_directory import RunDirectory, RunError\n"
+        "import sys; from depthroute.runs.directory import RunDirectory, RunError\n"
         "try: getattr(RunDirectory, sys.argv[1])(sys.argv[2])\n"
         "except RunError as error: print(error)"
     )

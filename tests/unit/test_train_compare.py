@@ -9,21 +9,23 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tests.training import take_steps
 
 from depthroute import diagnostics, presets
 from depthroute.config import RoutingConfig, parse_methods
+from depthroute.data.batches import TokenData
 from depthroute.diagnostics.report import render
 from depthroute.diagnostics.report_data import collect
 from depthroute.errors import ConfigError
-from depthroute.train import environment, lockstep, prepare
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, RunError
+from depthroute.runs.display import comparison_table, spread
+from depthroute.runs.summary import comparable_places, summarise
+from depthroute.train import loop, prepare
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.data import TokenData
-from depthroute.train.display import comparison_table, spread
-from depthroute.train.lockstep import fingerprint, rotated
-from depthroute.train.loop import Trainer
-from depthroute.train.run_directory import RunDirectory, RunError
+from depthroute.train.loop import fingerprint, rotated
 from depthroute.train.settings import TrainSettings
-from depthroute.train.summary import comparable_places, summarise
+from depthroute.train.trainer import Trainer
 
 SMALL = replace(
     presets.get("tiny"),
@@ -46,7 +48,9 @@ def small(methods="standard,attnres-block,delta", seeds=(0, 1), settings=SETTING
 def finished(tmp_path_factory):
     run = RunDirectory.create(tmp_path_factory.mktemp("run") / "compare")
     steps = []
-    summary = run_comparison(small(), run, sharpness=lambda *_: 0.25, on_step=steps.append)
+    summary = run_comparison(
+        small(), run, look=lambda *_: {"mean_normalised_max": 0.25}, on_step=steps.append
+    )
     return run, summary, steps
 
 
@@ -87,7 +91,7 @@ def test_a_method_that_draws_more_numbers_is_given_the_same_start():
     with torch.no_grad():
         next(models[1].parameters()).add_(1.0)
     assert fingerprint(models[0]) != fingerprint(models[1])
-    lockstep.share_start(*models, "delta:loops=2")
+    loop.share_start(*models, "delta:loops=2")
     assert fingerprint(models[0]) == fingerprint(models[1])
 
 
@@ -95,9 +99,21 @@ def test_the_standard_method_in_lockstep_trains_as_it_does_alone(finished):
     run, _, _ = finished
     torch.manual_seed(1)
     alone = Trainer(presets.build(SMALL, RoutingConfig.named("standard")), SETTINGS)
-    losses = [r.loss for r in alone.run(small().data, 1)]
+    losses = [r.loss for r in take_steps(alone, small().data, 1)]
     recorded = [r["loss"] for r in of(run, "step") if r["method"] == "standard" and r["seed"] == 1]
     assert losses == recorded
+
+
+def test_a_method_alone_writes_the_very_records_that_it_does_in_a_comparison(finished, tmp_path):
+    run, _, _ = finished
+    alone = RunDirectory.create(tmp_path / "run")
+    routing = parse_methods("attnres-block")[0].routing
+    builders = {"attnres-block": lambda: presets.build(SMALL, routing)}
+    loop.Experiment(builders, SETTINGS, small().data, alone, seeds=(1,))()
+    beside = [r for r in run.records() if (r["seed"], r.get("method")) == (1, "attnres-block")]
+    beside = [r for r in beside if r["event"] != "routing"]
+    assert [set(r) for r in alone.records()] == [set(r) for r in beside]
+    assert timeless(alone.records()) == timeless(beside)
 
 
 def test_the_summary_holds_means_spreads_and_paired_differences(finished):
@@ -168,7 +184,7 @@ def test_an_interrupt_before_the_first_validation_still_leaves_a_summary(tmp_pat
 
 
 def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
-    original = lockstep.share_start
+    original = loop.share_start
 
     def spoil(first, model, label):
         original(first, model, label)
@@ -176,7 +192,7 @@ def test_a_method_that_diverges_does_not_end_the_others(tmp_path, monkeypatch):
             with torch.no_grad():
                 next(model.parameters()).fill_(float("nan"))
 
-    monkeypatch.setattr(lockstep, "share_start", spoil)
+    monkeypatch.setattr(loop, "share_start", spoil)
     run = RunDirectory.create(tmp_path / "run")
     summary = run_comparison(small("standard,delta", seeds=(0,)), run)
     assert summary["is_complete"]
@@ -270,13 +286,13 @@ def test_a_setting_that_a_comparison_would_ignore_is_refused(setting):
         prepare.comparison(methods="standard", changes=setting)
 
 
-TIMES = ("seconds", "step_seconds")
+UNREPEATABLE = ("seconds", "step_seconds", "memory_bytes")
 MARKS = ("resumed", "interrupted")
 
 
 def timeless(records):
     kept = [r for r in records if r["event"] not in MARKS]
-    return [{k: v for k, v in r.items() if k not in TIMES} for r in kept]
+    return [{k: v for k, v in r.items() if k not in UNREPEATABLE} for r in kept]
 
 
 def same_summary(one, other):
@@ -292,14 +308,10 @@ def look(model, tokens):
     return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
 
 
-def sharp(model, tokens):
-    return diagnostics.trace(model, tokens).mean_normalised_max
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     run = RunDirectory.create(tmp_path_factory.mktemp("whole") / "run")
-    return run, run_comparison(small(), run, sharpness=sharp, look=look)
+    return run, run_comparison(small(), run, look=look)
 
 
 def stopping(seed, step, method, number):
@@ -326,14 +338,13 @@ def test_a_comparison_goes_on_after_a_signal_as_if_nothing_had_happened(
     stopped = run_comparison(
         small(),
         RunDirectory.create(path),
-        sharpness=sharp,
         look=look,
         on_step=stopping(*where, number),
     )
     assert not stopped["is_complete"] and stopped["signal"] == number
     assert len(list((path / "checkpoints").iterdir())) == 1
     run = RunDirectory.reopen(path)
-    summary = run_comparison(small(), run, is_resumed=True, sharpness=sharp, look=look)
+    summary = run_comparison(small(), run, is_resumed=True, look=look)
     whole, expected = uninterrupted
     assert timeless(run.records()) == timeless(whole.records())
     assert same_summary(summary, expected) and summary["is_complete"]
@@ -355,7 +366,6 @@ def test_a_comparison_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path,
         run_comparison(
             small(settings=settings),
             RunDirectory.create(path),
-            sharpness=sharp,
             look=look,
             on_step=die,
         )
@@ -369,7 +379,6 @@ def test_a_comparison_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path,
         small(settings=settings),
         run,
         is_resumed=True,
-        sharpness=sharp,
         look=look,
         on_step=taken.append,
     )
@@ -387,7 +396,7 @@ def test_a_comparison_killed_before_any_checkpoint_starts_again(tmp_path, uninte
     with pytest.raises(RuntimeError):
         run_comparison(small(), RunDirectory.create(tmp_path / "run"), on_step=die)
     run = RunDirectory.reopen(tmp_path / "run")
-    run_comparison(small(), run, is_resumed=True, sharpness=sharp)
+    run_comparison(small(), run, is_resumed=True, look=look)
     assert timeless(run.records()) == timeless(uninterrupted[0].records())
 
 
@@ -415,8 +424,8 @@ def test_a_stop_half_way_through_a_validation_does_it_again_as_a_whole(
 
     monkeypatch.setattr(Trainer, "validate", interrupted)
     run = RunDirectory.create(tmp_path / "run")
-    assert not run_comparison(small(), run, sharpness=sharp)["is_complete"]
-    run_comparison(small(), RunDirectory.reopen(run.path), is_resumed=True, sharpness=sharp)
+    assert not run_comparison(small(), run, look=look)["is_complete"]
+    run_comparison(small(), RunDirectory.reopen(run.path), is_resumed=True, look=look)
     assert timeless(run.records()) == timeless(uninterrupted[0].records())
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from depthroute.train import data
-from depthroute.train.data import DataError, TokenData
+from depthroute.data import batches as data
+from depthroute.data.batches import DataError, TokenData
 
 
 def make(train=1000, validation=200, batch_size=3, sequence_length=8):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from depthroute.train.data import DataError
-from depthroute.train.documents import open_corpus
+from depthroute.data.batches import DataError
+from depthroute.data.documents import open_corpus
 
 TEXTS = ["one fish", "zwei Fische\n", "trois poissons 🐟"]
 

@@ -3,18 +3,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.training import SETTINGS, SMALL, build, words
+from tests.training import SETTINGS, SMALL, build, take_steps, words
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from depthroute.train.data import Batch
-from depthroute.train.loop import DivergenceError, Trainer, next_token_loss
+from depthroute.data.batches import Batch
+from depthroute.train.trainer import DivergenceError, Trainer, loss_sum
 
 
 def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit():
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**SMALL.model))
     losses = [
-        [r.loss for r in Trainer(model, SETTINGS).run(words(), 0)]
+        [r.loss for r in take_steps(Trainer(model, SETTINGS), words())]
         for model in (plain, build("standard"))
     ]
     assert losses[0] == losses[1]
@@ -23,7 +23,7 @@ def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit(
 @pytest.mark.parametrize("method", ["standard", "attnres", "delta", "x0_skip", "depth_attention"])
 def test_the_loss_falls_from_that_of_a_uniform_guess(method):
     trainer = Trainer(build(method), replace(SETTINGS, steps=40))
-    losses = [result.loss for result in trainer.run(words(), 0)]
+    losses = [result.loss for result in take_steps(trainer, words())]
     assert losses[0] == pytest.approx(math.log(256), abs=0.5)
     assert losses[-1] < 0.6 * losses[0]
     assert trainer.validate(words().validation_batches(16)) < 0.6 * losses[0]
@@ -31,13 +31,13 @@ def test_the_loss_falls_from_that_of_a_uniform_guess(method):
 
 def test_results_name_their_step_rate_and_tokens():
     trainer = Trainer(build(), SETTINGS)
-    results = list(trainer.run(words(), 0))
+    results = list(take_steps(trainer, words()))
     assert [r.step for r in results] == list(range(12))
     assert {r.tokens for r in results} == {64}
     assert all(r.seconds > 0 and r.gradient_norm > 0 for r in results)
     assert results[0].lr == pytest.approx(5e-3) and results[2].lr == pytest.approx(1e-2)
     assert results[-1].lr == pytest.approx(0.0, abs=1e-12)
-    assert trainer.is_done and list(trainer.run(words(), 0)) == []
+    assert trainer.is_done and list(take_steps(trainer, words())) == []
 
 
 def test_gradients_are_clipped_to_the_setting(monkeypatch):
@@ -76,6 +76,6 @@ def test_validation_weighs_a_short_last_batch_by_its_tokens():
     batches = words().validation_batches(6)
     assert [len(b.inputs) for b in batches] == [4, 2]
     together = Batch(*(torch.cat([b[i] for b in batches]) for i in (0, 1)))
-    expected = next_token_loss(trainer.model, together).item()
+    expected = (loss_sum(trainer.model, together) / together.num_targets).item()
     assert trainer.validate(batches) == pytest.approx(expected, rel=1e-6)
     assert trainer.model.training

@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from depthroute import diagnostics
 from depthroute.config import parse_methods
 from depthroute.errors import ConfigError
+from depthroute.runs.directory import RunDirectory
 from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.precompile import precompile
-from depthroute.train.run_directory import RunDirectory
 
 COMPILED = replace(
     SETTINGS, steps=4, compile="eager", accumulation=2, validate_every=2, validation_sequences=6
@@ -37,7 +37,6 @@ def test_every_method_is_compiled_twice_and_never_in_between(tmp_path):
     summary = run_comparison(
         comparison(),
         RunDirectory.create(tmp_path / "run"),
-        sharpness=lambda model, tokens: diagnostics.trace(model, tokens).mean_normalised_max,
         look=look,
         on_step=lambda progress: seen.append(counters["stats"]["unique_graphs"]),
     )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from depthroute.errors import ConfigError
-from depthroute.train.sinks import TensorBoard, WeightsAndBiases, scalars
+from depthroute.runs.sinks import TensorBoard, WeightsAndBiases, scalars
 
 STEP = {"event": "step", "step": 4, "loss": 2.0, "lr": 0.1, "gradient_norm": 3.0}
 STEP |= {"memory_bytes": 7, "tokens": 100, "seconds": 0.5}

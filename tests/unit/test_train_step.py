@@ -4,20 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.training import SETTINGS, SMALL, build, words
+from tests.training import SETTINGS, SMALL, build, take_steps, words
 
 from depthroute import presets
+from depthroute.bench import step
+from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
-from depthroute.train.data import IGNORED, Batch
-from depthroute.train.loop import DivergenceError, Trainer
+from depthroute.data.batches import IGNORED, Batch
 from depthroute.train.settings import TrainSettings
+from depthroute.train.trainer import DivergenceError, Trainer
 
 METHODS = ["standard", "attnres", "delta", "x0_skip", "depth_attention"]
 
 
 def curve(method="delta", **changes):
     trainer = Trainer(build(method), replace(SETTINGS, **changes))
-    return [r.loss for r in trainer.run(words(), 0)]
+    return [r.loss for r in take_steps(trainer, words())]
 
 
 @pytest.mark.parametrize("parts", [2, 4])
@@ -41,7 +43,7 @@ def test_a_compiled_model_takes_the_same_steps():
 @pytest.mark.parametrize("method", METHODS)
 def test_bf16_keeps_parameters_gradients_and_optimiser_in_fp32(method):
     trainer = Trainer(build(method), replace(SETTINGS, precision="bf16"))
-    losses = [r.loss for r in trainer.run(words(), 0)]
+    losses = [r.loss for r in take_steps(trainer, words())]
     exact = curve(method)
     assert losses == pytest.approx(exact, rel=0.03)
     assert losses != exact
@@ -74,7 +76,7 @@ def spoilt(trainer, name, value=float("inf")):
 
 def test_a_bad_step_can_be_skipped_and_says_where_it_went_bad():
     trainer = Trainer(build(), replace(SETTINGS, on_bad_step="skip"))
-    list(zip(range(2), trainer.run(words(), 0), strict=False))
+    list(zip(range(2), take_steps(trainer, words()), strict=False))
     name = "model.layers.1.mlp.down_proj.weight"
     kept = trainer.model.get_parameter(name).flatten()[0].item()
     before = {n: p.clone() for n, p in spoilt(trainer, name).model.named_parameters()}
@@ -112,7 +114,7 @@ def test_a_loss_far_above_the_recent_ones_is_a_spike(policy):
         steps=40, batch_size=4, sequence_length=16, lr=1e-2, spike=1.0, on_bad_step=policy
     )
     trainer = Trainer(build(), settings)
-    for _, result in zip(range(20), trainer.run(words(), 0), strict=False):
+    for _, result in zip(range(20), take_steps(trainer, words()), strict=False):
         assert result.skipped is None
     batch = words().batch(20, 0)
     strange = Batch(batch.inputs, torch.randint(128, 256, batch.targets.shape))
@@ -129,6 +131,20 @@ def test_two_phase_reading_trains_like_one_pass():
         torch.manual_seed(0)
         routing = RoutingConfig("delta", num_blocks=2, init="complete", evaluation=evaluation)
         trainer = Trainer(presets.build(SMALL, routing), SETTINGS)
-        return [r.loss for r in trainer.run(words(), 0)]
+        return [r.loss for r in take_steps(trainer, words())]
 
     assert losses("two_phase") == pytest.approx(losses("one_pass"), rel=1e-4)
+
+
+def test_a_benchmark_of_the_step_times_the_very_step_of_training(monkeypatch):
+    taken, take_step = [], Trainer.take_step
+
+    def counted(trainer, batch):
+        taken.append(trainer.inner.plan.method)
+        return take_step(trainer, batch)
+
+    monkeypatch.setattr(Trainer, "take_step", counted)
+    settings = step.Settings("tiny", 1, 8, layers=1, eager=True, device="cpu", dtype="float32")
+    record = Record("step", {}, say=lambda text: None)
+    step.run(record, settings, step.jobs("standard,delta"), steps=2)
+    assert set(taken) == {"standard", "delta"} and len(taken) > 2 * 2

@@ -11,18 +11,18 @@ from tests.support import llama_config, trained_like
 from transformers import AutoTokenizer
 
 import depthroute as dr
-from depthroute.errors import ConfigError
-from depthroute.train.data import IGNORED, DataError
-from depthroute.train.documents import open_corpus
-from depthroute.train.shards import ShardedTokens, read_index
-from depthroute.train.tokenise import (
+from depthroute.data.batches import IGNORED, DataError
+from depthroute.data.documents import open_corpus
+from depthroute.data.shards import ShardedTokens, read_index
+from depthroute.data.tokenise import (
     choose_vocabulary,
     is_held_out,
     open_tokens,
     prepare,
     stored_vocabulary,
 )
-from depthroute.train.vocabulary import as_bytes
+from depthroute.data.vocabulary import as_bytes
+from depthroute.errors import ConfigError
 
 TEXTS = [f"Document {i} says {'word ' * (i % 17)}and ends. {i * i}" for i in range(120)]
 
@@ -61,7 +61,7 @@ def test_every_document_is_whole_and_on_one_side(tmp_path, corpus, shard_tokens)
 
 
 def test_processes_give_the_tokens_of_one_process(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("depthroute.train.tokenise.BATCH_CHARACTERS", 300)
+    monkeypatch.setattr("depthroute.data.tokenise.BATCH_CHARACTERS", 300)
     vocabulary = choose_vocabulary("train:300", corpus, tmp_path)
     one, two = (prepare(corpus, vocabulary, cache=tmp_path / str(n), workers=n) for n in (1, 2))
     assert read_index(one) == read_index(two)

@@ -12,7 +12,7 @@ import torch
 
 from depthroute import files
 from depthroute.errors import DepthrouteError
-from depthroute.train import environment
+from depthroute.runs import environment
 
 Say = Callable[[str], None]
 

@@ -15,10 +15,12 @@ from depthroute import ops, presets
 from depthroute.bench import accuracy, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import Method, RoutingConfig, parse_methods
+from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
+from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
-from depthroute.train.environment import resident_tensors
+from depthroute.train.settings import TrainSettings
 
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
@@ -59,24 +61,21 @@ class StepRunner:
 
     def __init__(self, settings: Settings, label: str, routing: RoutingConfig) -> None:
         self.label, self.device = label, torch.device(settings.device)
-        self.model = build(settings, routing).train()
+        self.model = build(settings, routing)
         with torch.no_grad():  # queries off zero: nothing may be special about the start
             for parameter in self.model.routing_parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.forward = self.model
-        if not settings.eager:
-            self.forward = torch.compile(
-                self.model, fullgraph=True, dynamic=False, options=ops.compile_options()
-            )
         shape = settings.batch_size, settings.sequence_length
+        training = TrainSettings(
+            1, *shape, lr=1e-4, min_lr=1e-4, compile=None if settings.eager else "inductor"
+        )
+        self.trainer = trainer.Trainer(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
+        self.batch = Batch(self.ids, self.ids.roll(-1, 1))
 
     def step(self) -> None:
-        loss = self.forward(input_ids=self.ids, labels=self.ids, use_cache=False).loss
-        loss.backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
+        """The very step that training takes."""
+        self.trainer.take_step(self.batch)
 
     def warm_up(self, steps: int = WARMUP_STEPS) -> float:
         """Seconds of the first steps, most of which is compilation."""
@@ -100,9 +99,7 @@ class StepRunner:
 
     def peak_gb(self) -> float | None:
         """Of one step: this model, its optimiser and activations, whatever else is resident."""
-        return timing.peak_gb(
-            self.device, self.step, lambda: resident_tensors(self.model, self.optimiser)
-        )
+        return timing.peak_gb(self.device, self.step, self.trainer.resident_tensors)
 
     def timed_step(self) -> float:
         (milliseconds,) = timing.each_ms(self.step, self.device, 1)

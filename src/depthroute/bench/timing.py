@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
-from depthroute.train.environment import MemoryMeter
+from depthroute.runs.environment import MemoryMeter
 
 READS_OVER_COPIES = 1.12
 """Mostly reading is faster than copying, which also turns the bus around: the datasheet's 4.8 TB/s

@@ -30,7 +30,7 @@ def presets(as_json: AsJson = False) -> None:
 @app.command(epilog="Example: `depthroute env --json`")
 def env(as_json: AsJson = False) -> None:
     """Versions, devices, and which backend each operator uses here and why."""
-    from depthroute.train import environment
+    from depthroute.runs import environment
 
     about: dict[str, Any] = environment.describe() | {"backends": environment.backends()}
     if as_json:

@@ -57,7 +57,8 @@ def compare(
     changes, out = options.changes(), options.directory("compare")
     if data is None and (tokenizer is not None or text != TextOptions()):
         raise ConfigError("options that say how text is read need the text; add --data")
-    from depthroute.train import prepare, sources
+    from depthroute.data import sources
+    from depthroute.train import prepare
 
     source = None
     if data is not None:
@@ -80,7 +81,7 @@ def compare(
     if as_json:
         print_json(summary)
     else:
-        from depthroute.train.display import comparison_table
+        from depthroute.runs.display import comparison_table
 
         PlainConsole().print(comparison_table(summary))
     aside = notes()
@@ -96,10 +97,10 @@ def _run_comparison(
 ) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
     from depthroute.diagnostics import record, trace
+    from depthroute.runs.directory import open_run
+    from depthroute.runs.display import progress_bar
     from depthroute.train.compare import run_comparison
-    from depthroute.train.display import progress_bar
-    from depthroute.train.lockstep import Progress
-    from depthroute.train.resuming import open_run
+    from depthroute.train.loop import Progress
 
     run, is_resumed = open_run(out, resume=resume)
     console = notes()
@@ -125,7 +126,6 @@ def _run_comparison(
             comparison,
             run,
             is_resumed=is_resumed,
-            sharpness=lambda model, tokens: trace(model, tokens).mean_normalised_max,
             look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
             on_step=advance,
             note=console.print,

@@ -180,7 +180,7 @@ class Watching:
     """Two bars one after the other: tokens made, steps taken."""
 
     def __init__(self, console: Console) -> None:
-        from depthroute.train.display import training_bar
+        from depthroute.runs.display import training_bar
 
         self.console, self.bar = console, training_bar(console)
         self.task: Any = None
@@ -217,7 +217,7 @@ class Watching:
         self.task = self.bar.add_task("step", total=steps, completed=first, status="")
 
     def _stepped(self, result: Any, memory: int) -> None:
-        from depthroute.train.display import training_status
+        from depthroute.runs.display import training_status
 
         status = training_status(result.loss, result.tokens / result.seconds, memory)
         self.bar.update(self.task, completed=result.step + 1, status=status)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from depthroute.train.shape import jsonable
+from depthroute.json_shape import jsonable
 from depthroute.visible import visible
 
 

@@ -102,8 +102,8 @@ def _run(
     import transformers
 
     from depthroute.diagnostics import record, trace
-    from depthroute.train.fit import Interrupted
     from depthroute.train.launch import Request
+    from depthroute.train.loop import Interrupted
 
     is_main = os.environ.get("RANK", "0") == "0"
     transformers.utils.logging.disable_progress_bar()  # ours is the one bar

@@ -8,7 +8,7 @@ from typing import Any
 from depthroute.config import RoutingConfig
 from depthroute.diagnostics.svg import shortened
 from depthroute.errors import ConfigError
-from depthroute.train.summary import summarise, unit_of
+from depthroute.runs.summary import summarise, unit_of
 
 _LONGEST_NAME = 40
 

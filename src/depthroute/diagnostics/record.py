@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from depthroute.diagnostics.trace import Trace
-from depthroute.train.shape import is_finite
+from depthroute.json_shape import is_finite
 
 KINDS = ("attention", "mlp", "values")
 """What reads: an attention sublayer, an MLP (and the end of the stack), attention's values."""

@@ -18,7 +18,7 @@ from depthroute.diagnostics.results import has_one_seed, results, untraced
 from depthroute.diagnostics.run_files import ReportError
 from depthroute.diagnostics.svg import Figure, count_text
 from depthroute.diagnostics.svg_map import ramp
-from depthroute.train.display import given_time
+from depthroute.runs.display import given_time
 from depthroute.visible import visible_line
 
 PANELS = {

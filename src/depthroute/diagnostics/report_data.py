@@ -9,8 +9,8 @@ from typing import Any
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
 from depthroute.diagnostics.record import first_not_finite
 from depthroute.diagnostics.run_files import read_run
+from depthroute.json_shape import is_finite, jsonable
 from depthroute.methods import BASELINE
-from depthroute.train.shape import is_finite, jsonable
 from depthroute.visible import visible
 
 CURVE_POINTS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from depthroute.train.display import difference_text, loss_text, unpaired
+from depthroute.runs.display import difference_text, loss_text, unpaired
 
 _RUN = "run"
 _LOSS = "validation loss"

@@ -10,9 +10,9 @@ from typing import Any
 
 from depthroute.diagnostics.record import KINDS
 from depthroute.errors import DepthrouteError
-from depthroute.train.run_directory import RunDirectory
-from depthroute.train.shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check
-from depthroute.train.summary import summarise
+from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check
+from depthroute.runs.directory import RunDirectory
+from depthroute.runs.summary import summarise
 
 _DEEPEST = 10_000
 _LAYER = Leaf(lambda v: WHOLE.is_right(v) and v <= _DEEPEST, f"at most {_DEEPEST}")

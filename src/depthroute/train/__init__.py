@@ -1,1 +1,1 @@
-"""Time: data, optimiser, one loop, and the comparison built on it."""
+"""Time: settings, optimiser, a step, and the experiment: one loop for one or many methods."""

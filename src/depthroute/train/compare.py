@@ -1,8 +1,4 @@
-"""Methods trained side by side: same seed, same weights to begin with, same batches.
-
-Every method takes its step on a batch before the next batch is drawn, and the order rotates, so
-step times are taken on the same machine under the same load and can be compared.
-"""
+"""Methods trained side by side: same seed, same weights to begin with, same batches."""
 
 from __future__ import annotations
 
@@ -11,23 +7,23 @@ import signal
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from depthroute.config import Method
+from depthroute import presets
+from depthroute.config import Method, RoutingConfig
+from depthroute.data.batches import TokenData, ngram_losses
 from depthroute.errors import ConfigError, unknown
+from depthroute.parallel.world import World
 from depthroute.presets import Preset
-from depthroute.train import environment
-from depthroute.train.comparison_checkpoint import ComparisonCheckpoints
-from depthroute.train.data import Batch, TokenData, ngram_losses
-from depthroute.train.interrupt import stop_signals
-from depthroute.train.lockstep import Interrupt, Lockstep, Look, Progress, Sharpness
-from depthroute.train.pace import EQUAL, Pace
-from depthroute.train.resuming import refuse_another
-from depthroute.train.run_directory import RunDirectory, RunError
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, RunError, refuse_another
+from depthroute.runs.summary import summarise
+from depthroute.train.loop import Experiment, Interrupted, Look, Progress
+from depthroute.train.pace import EQUAL
 from depthroute.train.settings import TrainSettings
-from depthroute.train.summary import summarise
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,6 @@ def run_comparison(
     run: RunDirectory,
     *,
     is_resumed: bool = False,
-    sharpness: Sharpness | None = None,
     look: Look | None = None,
     on_step: Callable[[Progress], None] = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
@@ -90,59 +85,54 @@ def run_comparison(
     until then is summarised. With ``is_resumed`` the run goes on from its last good checkpoint;
     ``note`` hears of others.
     """
-    validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
-    config = _configure(comparison, run, validation, is_resumed)
-    checkpoints = ComparisonCheckpoints(run.path / "checkpoints")
-    if is_resumed and _is_finished(config, run, sharpness is not None, look is not None):
-        return _summarise(config, run, checkpoints)
-    state, path = _go_back(run, checkpoints, note) if is_resumed else (None, None)
-    traces: list[dict[str, Any]] = []
-    first = comparison.seeds[0] if state is None else state["seed"]
-    if state is not None and first != comparison.seeds[0] and look is not None:
-        finished = comparison.seeds[: comparison.seeds.index(first)]
-        traces = [t for t in _traces(run) if t["seed"] in finished]
-    try:
-        with stop_signals() as stop:
-            for seed in comparison.seeds[comparison.seeds.index(first) :]:
-                lockstep = Lockstep(
-                    comparison.preset,
-                    comparison.methods,
-                    comparison.settings,
-                    comparison.data,
-                    comparison.device,
-                    seed,
-                    validation,
-                    run,
-                    checkpoints,
-                    _known_pace(comparison, run),
-                    sharpness,
-                    on_step,
-                )
-                lockstep.run(stop, path if seed == first else None)
-                if look is not None:
-                    traces += lockstep.traces(look)
-                    run.write_json("traces.json", {"traces": traces})
-                lockstep.finish(comparison.seeds)
-    except (KeyboardInterrupt, Interrupt) as reason:
-        number = reason.signal if isinstance(reason, Interrupt) else signal.SIGINT
-        run.append({"event": "interrupted", "signal": int(number)})
-    return _summarise(config, run, checkpoints)
-
-
-def _summarise(
-    config: dict[str, Any], run: RunDirectory, checkpoints: ComparisonCheckpoints
-) -> dict[str, Any]:
-    """The summary on disk; only then are a finished comparison's checkpoints of no more use."""
+    config = _configure(comparison, run, is_resumed)
+    experiment = Experiment(
+        {
+            label: partial(
+                presets.build,
+                comparison.preset,
+                RoutingConfig.from_dict(routing),
+                device=comparison.device,
+            )
+            for label, routing in config["methods"].items()
+        },
+        comparison.settings,
+        comparison.data,
+        run,
+        comparison.seeds,
+        World(device=comparison.device),
+        is_comparison=True,
+        equal=comparison.equal,
+        on_step=on_step,
+        on_trained=lambda experiment: _look(experiment, look, note),
+    )
+    if not (is_resumed and _is_finished(config, run, is_looked=look is not None)):
+        try:
+            if is_resumed:
+                experiment.resume(note)
+            experiment()
+        except Interrupted:
+            pass  # recorded, and the summary says so
+        except KeyboardInterrupt:
+            experiment.record("interrupted", signal=int(signal.SIGINT))
     summary = summarise(config, run.records())
     run.write_json("summary.json", summary)
-    if summary["is_complete"]:
-        checkpoints.remove()
+    if summary["is_complete"]:  # and on disk; only now are its checkpoints of no more use
+        experiment.checkpoints.remove()
     return summary
 
 
-def _is_finished(
-    config: dict[str, Any], run: RunDirectory, is_sharp: bool, is_looked: bool
-) -> bool:
+def _look(experiment: Experiment, look: Look | None, note: Callable[[str], None]) -> None:
+    """The traces of this seed after those of the seeds before it."""
+    if look is None:
+        return
+    earlier = experiment.seeds[: experiment.seeds.index(experiment.seed)]
+    traces = [t for t in _traces(experiment.directory) if t["seed"] in earlier] if earlier else []
+    traces += experiment.traces(look, note)
+    experiment.directory.write_json("traces.json", {"traces": traces})
+
+
+def _is_finished(config: dict[str, Any], run: RunDirectory, *, is_looked: bool) -> bool:
     """Trained to the end, and every trained model looked at: a kill may have come between."""
     records = list(run.records())
     if not summarise(config, records)["is_complete"]:
@@ -151,13 +141,11 @@ def _is_finished(
         if run.read_json("summary.json").get("is_complete"):
             return True
 
-    def pairs(found: Iterable[dict[str, Any]]) -> set[tuple[str, int]]:
-        return {(r["method"], r["seed"]) for r in found}
+    def pairs(records: Iterable[dict[str, Any]], event: str | None = None) -> set[tuple[str, int]]:
+        return {(r["method"], r["seed"]) for r in records if event in (None, r.get("event"))}
 
-    trained = pairs(r for r in records if r["event"] == "start")
-    trained -= pairs(r for r in records if r["event"] == "diverged")
-    is_measured = trained <= pairs(r for r in records if r["event"] == "routing")
-    return (is_measured or not is_sharp) and (trained <= pairs(_traces(run)) or not is_looked)
+    trained = pairs(records, "start") - pairs(records, "diverged")
+    return not is_looked or trained <= pairs(records, "routing") & pairs(_traces(run))
 
 
 def _traces(run: RunDirectory) -> list[dict[str, Any]]:
@@ -170,37 +158,12 @@ def _traces(run: RunDirectory) -> list[dict[str, Any]]:
     return traces
 
 
-def _configure(
-    comparison: Comparison, run: RunDirectory, validation: list[Batch], is_resumed: bool
-) -> dict[str, Any]:
+def _configure(comparison: Comparison, run: RunDirectory, is_resumed: bool) -> dict[str, Any]:
     config = comparison.config()
     if is_resumed:
         return refuse_another(run, config)
     size = comparison.preset.model["vocab_size"]
+    validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
     config["data"] |= {"baselines": ngram_losses(comparison.data, validation, size)}
     run.write_json("config.json", config)
     return config
-
-
-def _go_back(
-    run: RunDirectory, checkpoints: ComparisonCheckpoints, note: Callable[[str], None]
-) -> tuple[Any, Any]:
-    """The state of the newest good checkpoint and where it lies; without one, from the start."""
-    path, state = checkpoints.newest(note) or (None, None)
-    if state is not None and run.count() < state["lines"]:
-        raise RunError(
-            f"{run.metrics} has {run.count()} lines and had {state['lines']} when {path} was "
-            "written: it is damaged. Bring a good copy back, or start again with another --out"
-        )
-    run.append({"event": "resumed", "lines": 0 if state is None else state["lines"]})
-    return (state, path) if state is not None and state["methods"] else (state, None)
-
-
-def _known_pace(comparison: Comparison, run: RunDirectory) -> Pace | None:
-    """Measured once for all seeds, so it is looked for in the records first."""
-    if comparison.equal == "tokens":
-        return Pace.of_tokens(comparison.labels, comparison.settings)
-    for record in run.records():
-        if record["event"] == "pace":
-            return Pace(record["steps"], comparison.settings.steps)
-    return None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 def locate(
     model: nn.Module,
     forward: Callable[[], Any],
-    agree: Callable[[str], str] = lambda found: found,
+    agree: Callable[[str], str] = lambda name: name,
 ) -> str:
     """The origin of a non-finite loss or gradient in words, or ``""`` where none is found.
 
@@ -26,26 +26,26 @@ def locate(
     """
     parameters = list(model.named_parameters())
     bad = (name for name, p in parameters if not _is_finite(p))
-    if found := agree(next(bad, "")):
-        return f"first in parameter {found}"
-    if found := agree(_first_output(model, forward)):
-        return f"first in the output of {found}"
+    if name := agree(next(bad, "")):
+        return f"first in parameter {name}"
+    if name := agree(_first_output(model, forward)):
+        return f"first in the output of {name}"
     bad = (
         name for name, p in reversed(parameters) if p.grad is not None and not _is_finite(p.grad)
     )
-    if found := agree(next(bad, "")):
-        return f"first in the gradient of {found}"
+    if name := agree(next(bad, "")):
+        return f"first in the gradient of {name}"
     return ""
 
 
 def _first_output(model: nn.Module, forward: Callable[[], Any]) -> str:
-    found: list[str] = []
+    names: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-            if not found and not all(_is_finite(x) for x in leaves):
-                found.append(name)
+            if not names and not all(_is_finite(x) for x in leaves):
+                names.append(name)
 
         return look
 
@@ -55,7 +55,7 @@ def _first_output(model: nn.Module, forward: Callable[[], Any]) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    return found[0] if found else ""
+    return names[0] if names else ""
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -16,27 +16,34 @@ import torch
 from depthroute import files, presets
 from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
+from depthroute.data import sources, tokenise
+from depthroute.data.batches import TokenData
+from depthroute.data.shards import read_index
+from depthroute.data.sources import TextSource
+from depthroute.data.vocabulary import Vocabulary
 from depthroute.errors import ConfigError
+from depthroute.json_shape import ANYTHING, NUMBER, WHOLE, check
+from depthroute.models import saving
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.models.routed import plan_for
+from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
-from depthroute.train import environment, sources, tokenise
-from depthroute.train.data import TokenData
-from depthroute.train.fit import Fit, Sink, export, peak_memory
-from depthroute.train.lockstep import LOOK_SEQUENCES, Look, look_inputs
-from depthroute.train.loop import StepResult, Trainer
-from depthroute.train.prepare import choose_device, refuse_idle_rates, refuse_too_large
-from depthroute.train.resuming import open_run, refuse_another
-from depthroute.train.run_directory import RunDirectory
+from depthroute.runs import environment
+from depthroute.runs.directory import RunDirectory, open_run, refuse_another
+from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
+from depthroute.train.loop import Experiment, Look, Sink
+from depthroute.train.prepare import (
+    check_length,
+    choose_device,
+    open_tokens,
+    refuse_idle_rates,
+    refuse_too_large,
+)
 from depthroute.train.settings import TrainSettings, from_recipe
-from depthroute.train.shape import ANYTHING, NUMBER, WHOLE, check
-from depthroute.train.shards import read_index
-from depthroute.train.sinks import TensorBoard, WeightsAndBiases
-from depthroute.train.sources import TextSource
-from depthroute.train.vocabulary import Vocabulary
+from depthroute.train.trainer import StepResult, Trainer
 
 FINETUNING = Recipe(
     steps=20_000,
@@ -110,7 +117,7 @@ def train(
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         fitted = sources.fit_vocabulary(chosen, vocabulary, shape)
-        sources.check_length(settings, fitted.model.get("max_position_embeddings"))
+        check_length(settings, fitted.model.get("max_position_embeddings"))
 
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             return presets.build(fitted, device=device)
@@ -137,10 +144,10 @@ def finetune(
     refuse_idle_rates(request.changes, [plan])
     if freeze_base and not plan.site_names():
         raise ConfigError(
-            f"--freeze-base trains the routing alone, and {label(routing)} has no parameters; "
+            f"--freeze-base trains the routing alone, and {routing.name} has no parameters; "
             "leave it out, or choose another method"
         )
-    sources.check_length(settings, getattr(config, "max_position_embeddings", None))
+    check_length(settings, getattr(config, "max_position_embeddings", None))
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
@@ -177,7 +184,7 @@ def _launch(
             lambda: sources.prepare(request, tokenizer, request.watch.on_progress)
         )
         folder = Path(world.gather(str(prepared and prepared.folder))[0])
-        data = sources.open_folder(folder, settings, verify=world.is_main)
+        data = open_tokens(folder, settings, verify=world.is_main)
         index = read_index(folder, verify=False)
         vocabulary = None if prepared is None else prepared.vocabulary
         return _run(request, make_job(index["tokenizer"]), data, index, vocabulary, world)
@@ -194,19 +201,34 @@ def _run(
     config = _config(request, job, index, world)
     opened = world.on_main(lambda: _open_run(request, config))
     run, goes_on = opened or (RunDirectory(files.at_home(request.out)), False)
-    is_resumed = bool(world.gather(goes_on)[0])
+    name = next(iter(run.read_json("config.json")["methods"])) if world.is_main else ""
+    is_resumed, name = world.gather((goes_on, name))[0]
+    watch = request.watch if world.is_main else Watch()
     with closing(run):
         outcome = world.gather(_finished(run) if goes_on else None)[0]
         if outcome is not None:
-            if world.is_main:
-                request.watch.note(f"{run.path} is finished: nothing is left to do")
+            watch.note(f"{run.path} is finished: nothing is left to do")
             return outcome
-        torch.manual_seed(request.seed)
-        model = job.build(data, world.device, is_resumed)
-        torch.manual_seed(request.seed + world.rank)
-        model = wrap(model, world, request.parallel, precision=job.settings.precision)
-        trainer = Trainer(model, job.settings, world)
-        return _train(request, job, trainer, data, config, vocabulary, run, is_resumed)
+        experiment = Experiment(
+            {name: lambda: job.build(data, world.device, is_resumed)},
+            job.settings,
+            data,
+            run,
+            (request.seed,),
+            world,
+            wrap=lambda model: wrap(
+                model, world, request.parallel, precision=job.settings.precision
+            ),
+            sinks=_sinks(request, run, config) if world.is_main else (),
+            on_step=lambda progress: watch.on_step(progress.result, progress.memory),
+            on_trained=lambda experiment: _finish(experiment, request, vocabulary, watch),
+        )
+        if is_resumed:
+            step = experiment.resume(watch.note)
+            watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
+        watch.on_start(experiment.taken, job.settings.steps)
+        experiment()
+        return run.read_json("summary.json") | _places(run)
 
 
 def _finished(run: RunDirectory) -> dict[str, Any] | None:
@@ -224,70 +246,46 @@ def _places(run: RunDirectory) -> dict[str, str]:
     return {"run": str(run.path), "model": str(run.path / "model")}
 
 
-def _train(
-    request: Request,
-    job: _Job,
-    trainer: Trainer,
-    data: TokenData,
-    config: dict[str, Any],
-    vocabulary: Vocabulary | None,
-    run: RunDirectory,
-    is_resumed: bool,
-) -> dict[str, Any]:
-    world = trainer.world
-    watch = request.watch if world.is_main else Watch()
-
-    def on_step(result: StepResult) -> None:
-        watch.on_step(result, peak_memory(trainer.device))
-
-    sinks = _sinks(request, run, config) if world.is_main else ()
-    fit = Fit(trainer, data, run, request.seed, label(job.routing), sinks, on_step)
-    if is_resumed:
-        step = fit.resume(watch.note)
-        watch.note("no checkpoint yet: from the start" if step is None else f"from step {step}")
-    watch.on_start(trainer.completed, job.settings.steps)
-    outcome = fit()
-    outcome |= _places(run)
-    peak = peak_memory(trainer.device) if trainer.device.type == "cuda" else None
+def _finish(
+    experiment: Experiment, request: Request, vocabulary: Vocabulary | None, watch: Watch
+) -> None:
+    """The trained model for everybody's use, a look at it, and last what it all came to."""
+    run, trainer = experiment.directory, experiment.trainer
+    outcome = {
+        "steps": trainer.completed,
+        "validation_loss": experiment.last_validation,
+        "best": experiment.checkpoints.best,
+    } | _places(run)
     export(trainer, run.path / "model", vocabulary)
 
-    def finish() -> None:
-        trace = _look(request, fit, run.path / "model", watch)
-        if trace is not None:
-            about = {"seed": fit.seed, "method": fit.label, "peak_memory_bytes": peak}
-            run.write_json("traces.json", {"traces": [about | trace]})
-            outcome["mean_normalised_max"] = trace["mean_normalised_max"]
-            fit.record("routing", mean_normalised_max=trace["mean_normalised_max"])
+    def whole(trainer: Trainer) -> Any:
+        if not is_sharded(trainer.model):
+            return trainer.inner
+        return load_model(str(run.path / "model"), dtype=torch.float32).to(trainer.device)
+
+    def write() -> None:
+        if request.look is not None:
+            traces = experiment.traces(request.look, watch.note, whole)
+            if traces:
+                run.write_json("traces.json", {"traces": traces})
+                outcome["mean_normalised_max"] = traces[0]["mean_normalised_max"]
         run.write_json("summary.json", outcome)
 
-    world.on_main(finish)
-    return outcome
+    experiment.world.on_main(write)
 
 
-def _look(request: Request, fit: Fit, saved: Path, watch: Watch) -> dict[str, Any] | None:
-    """A trace of the trained model, by the first rank alone: no other has to take part.
+def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
+    """The trained model: ``save_pretrained``, whole, with its tokenizer."""
+    model = trainer.inner
+    weights = whole_state(model) if is_sharded(model) else None
 
-    A sharded model is read back from where it was ``saved``, whole.
-    """
-    trainer = fit.trainer
-    if request.look is None:
-        return None
-    inputs = look_inputs(fit.data.validation_batches(LOOK_SEQUENCES), trainer.settings)
-    try:
-        model = trainer.inner
-        if is_sharded(trainer.model):
-            model = load_model(str(saved), dtype=torch.float32).to(trainer.device)
-        frozen = [p for p in model.parameters() if not p.requires_grad]
-        for parameter in frozen:  # or the gradient would not reach the first sublayers
-            parameter.requires_grad_(True)
-        with trainer.looking():
-            found = request.look(model, inputs.to(trainer.device))
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        return found
-    except torch.OutOfMemoryError:
-        watch.note("no memory left to look at the trained model; the run has no traces.json")
-        return None
+    def write() -> None:
+        with saving.replacing(folder) as new:
+            model.write_into(new, **({} if weights is None else {"state_dict": weights}))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(new)
+
+    trainer.world.on_main(write)
 
 
 def _config(request: Request, job: _Job, index: dict[str, Any], world: World) -> dict[str, Any]:
@@ -295,7 +293,7 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
     return {
         "kind": job.kind,
         **job.about,
-        "methods": {label(job.routing): job.routing.to_dict()},
+        "methods": {job.routing.name: job.routing.to_dict()},
         "seeds": [request.seed],
         "train": job.settings.to_dict(),
         "device": str(world.device),
@@ -314,10 +312,6 @@ def _open_run(request: Request, config: dict[str, Any]) -> tuple[RunDirectory, b
     else:
         run.write_json("config.json", config)
     return run, is_resumed
-
-
-def label(routing: RoutingConfig) -> str:
-    return routing.name
 
 
 def _ten_looks(settings: TrainSettings) -> TrainSettings:

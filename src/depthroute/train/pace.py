@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from depthroute.data.batches import Batch
 from depthroute.methods import BASELINE
-from depthroute.train.data import Batch
-from depthroute.train.loop import Trainer
 from depthroute.train.settings import TrainSettings
+from depthroute.train.trainer import Trainer
 
 EQUAL = ("tokens", "time")
 UNTIMED, TIMED = 2, 7
@@ -46,6 +46,11 @@ class Pace:
     @property
     def rounds(self) -> int:
         return max(self.steps.values())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether a round is a step of every method."""
+        return len(set(self.steps.values())) == 1
 
     def target(self, label: str, rounds: int) -> int:
         """Steps ``label`` has taken after ``rounds`` rounds."""
@@ -76,7 +81,7 @@ def measure(trainers: Mapping[str, Trainer], batch: Batch) -> dict[str, float]:
             start = turn % len(labels)
             for label in labels[start:] + labels[:start]:
                 times[label].append(trainers[label].take_step(batch).seconds)
-    return {label: statistics.median(found[UNTIMED:]) for label, found in times.items()}
+    return {label: statistics.median(seconds[UNTIMED:]) for label, seconds in times.items()}
 
 
 @contextmanager

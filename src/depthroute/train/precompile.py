@@ -22,14 +22,14 @@ import torch
 
 from depthroute import presets
 from depthroute.config import RoutingConfig
+from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
 from depthroute.train.compiler import why_it_failed
-from depthroute.train.data import Batch
-from depthroute.train.lockstep import raise_recompile_limit
-from depthroute.train.loop import Trainer
+from depthroute.train.loop import raise_recompile_limit
 from depthroute.train.settings import TrainSettings
+from depthroute.train.trainer import Trainer
 
 
 def precompile(
@@ -48,10 +48,10 @@ def precompile(
             file.write_text(json.dumps(job))
             started = time.monotonic()
             command = [sys.executable, "-m", __name__, str(file)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            process = subprocess.run(command, env=environment, capture_output=True, text=True)
             label, seconds = comparison.methods[number].label, time.monotonic() - started
-            if done.returncode:
-                note(f"could not precompile {label}: {why_it_failed(done)}")
+            if process.returncode:
+                note(f"could not precompile {label}: {why_it_failed(process)}")
             else:
                 note(f"compiled {label} in {seconds:.0f} s")
             return seconds

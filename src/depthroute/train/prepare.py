@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthroute import presets
 from depthroute.config import parse_methods
+from depthroute.data import batches, sources, tokenise
+from depthroute.data.batches import TokenData
+from depthroute.data.shards import read_index
+from depthroute.data.sources import TextSource
 from depthroute.errors import ConfigError, shown
 from depthroute.plan import Plan
-from depthroute.train import data as text
-from depthroute.train import sources, tokenise
 from depthroute.train.compare import Comparison
-from depthroute.train.settings import from_preset
-from depthroute.train.shards import read_index
-from depthroute.train.sources import TextSource
+from depthroute.train.settings import TrainSettings, from_preset
 
 BYTES_PER_PARAMETER = 16
 """fp32: the weight, its gradient and the two moments of Adam."""
@@ -55,7 +56,7 @@ def comparison(
                 f"--set {name}: a comparison {reason}; that setting is for depthroute train"
             )
     settings = from_preset(chosen, changes)
-    sources.check_length(settings, chosen.model.get("max_position_embeddings"))
+    check_length(settings, chosen.model.get("max_position_embeddings"))
     seeds = tuple(range(num_seeds))
     if source is not None:
         tokens = sources.prepare(source, sources.default_tokenizer(chosen, source), on_progress)
@@ -63,16 +64,34 @@ def comparison(
         fitted = sources.fit_vocabulary(chosen, index["tokenizer"], shape)
         unit = "byte" if index["tokenizer"]["name"] == "bytes" else "token"
         about = sources.describe(index) | {"unit": unit}
-        found = sources.open_folder(tokens.folder, settings)
-        return Comparison(fitted, parsed, seeds, settings, found, where, equal, about)
-    if chosen.model["vocab_size"] != text.VOCABULARY or settings.document_masking:
+        data = open_tokens(tokens.folder, settings)
+        return Comparison(fitted, parsed, seeds, settings, data, where, equal, about)
+    if chosen.model["vocab_size"] != batches.VOCABULARY or settings.document_masking:
         raise ConfigError(
             f"preset {preset!r} with these settings needs text of its own; give it with --data"
         )
-    found = text.load(
+    data = batches.load(
         None, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
-    return Comparison(chosen, parsed, seeds, settings, found, where, equal)
+    return Comparison(chosen, parsed, seeds, settings, data, where, equal)
+
+
+def open_tokens(folder: Path, settings: TrainSettings, *, verify: bool = True) -> TokenData:
+    return tokenise.open_tokens(
+        folder,
+        batch_size=settings.batch_size,
+        sequence_length=settings.sequence_length,
+        document_masking=settings.document_masking,
+        verify=verify,
+    )
+
+
+def check_length(settings: TrainSettings, longest: int | None) -> None:
+    if longest is not None and settings.sequence_length > longest:
+        raise ConfigError(
+            f"train.sequence_length={settings.sequence_length} is longer than the model's "
+            f"{longest} positions; use at most {longest}"
+        )
 
 
 def refuse_idle_rates(changes: dict[str, Any], plans: Sequence[Plan]) -> None:

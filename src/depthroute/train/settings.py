@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from depthroute.checks import (
@@ -36,8 +36,6 @@ _NUMBERS: dict[str, dict[str, Any]] = {
 }
 _OPTIONAL = ("validate_every", "save_every")
 _SWITCHES = ("gradient_checkpointing", "document_masking")
-MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
-"""What a resumed run may set anew: none of it changes a step that is taken."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +141,6 @@ class TrainSettings:
         if missing:
             raise ConfigError(f"training settings without {', '.join(missing)}; give them")
         return cls(**values)
-
-    def with_changes(self, changes: dict[str, Any]) -> TrainSettings:
-        check_object("training setting", changes, _names())
-        return replace(self, **changes)
 
 
 def from_preset(preset: Preset, changes: dict[str, Any] | None = None) -> TrainSettings:

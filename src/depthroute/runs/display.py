@@ -52,11 +52,11 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     """Fits a terminal of 80 columns; ``summary.json`` has all digits."""
     seeds, is_timed = summary["seeds"], summary["equal"] == "time"
     scale = " and ".join(f"{name} {loss:.3f}" for name, loss in summary["baselines"].items())
-    given = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
+    amount = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
     if is_timed:
-        given = given_time(summary)
+        amount = given_time(summary)
     table = Table(
-        title=f"{summary['preset']}: {given}, {len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
+        title=f"{summary['preset']}: {amount}, {len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
         caption=f"Validation loss: nats per {summary['unit']} on held-out {summary['data']}; for "
         f"scale, {scale}. ± is the sample "
         "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "

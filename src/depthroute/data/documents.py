@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from depthroute.data.batches import DataError, text_files
 from depthroute.errors import shown
 from depthroute.files import at_home
-from depthroute.train.data import DataError, text_files
 
 COMPRESSED = (".gz", ".xz", ".zst")
 ROWS = (".jsonl", ".ndjson")
@@ -111,12 +111,12 @@ def _read_files(files: list[Path], field: str) -> Iterator[Located]:
         kind = _kind(file)
         with _opened(file) as raw:
             if kind in PARQUET:
-                found = _parquet_rows(file, raw, field)
+                texts = _parquet_rows(file, raw, field)
             elif kind in ROWS:
-                found = _json_rows(file, _decompressed(file, raw), field)
+                texts = _json_rows(file, _decompressed(file, raw), field)
             else:
-                found = _whole(file, _decompressed(file, raw))
-            for text in found:
+                texts = _whole(file, _decompressed(file, raw))
+            for text in texts:
                 yield text, before + raw.tell()
         before += file.stat().st_size
 

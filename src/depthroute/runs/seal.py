@@ -15,9 +15,9 @@ from depthroute import files
 from depthroute._version import __version__
 from depthroute.errors import CheckpointError
 
-FORMAT = 2
-READABLE = (1, FORMAT)
-"""Format 1 has no checksums and is taken as it is."""
+FORMAT = 3
+READABLE = (1, 2, FORMAT)
+"""Format 1 has no checksums and is taken as it is; :mod:`.checkpoint` says what else differs."""
 STATE = "state.json"
 
 
@@ -27,8 +27,8 @@ class DamagedError(CheckpointError):
 
 def digests(folder: Path, rank: int = 0, size: int = 1) -> dict[str, str]:
     """By name, of this rank's share of the files."""
-    found = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != STATE)
-    return {p.relative_to(folder).as_posix(): files.sha256(p) for p in found[rank::size]}
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != STATE)
+    return {p.relative_to(folder).as_posix(): files.sha256(p) for p in paths[rank::size]}
 
 
 def seal(folder: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
@@ -51,7 +51,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     if state.get("format") not in READABLE:
         raise CheckpointError(
             f"{folder} has checkpoint format {state.get('format')!r}; this version reads "
-            f"{' and '.join(map(str, READABLE))}. Use the depthroute that wrote it "
+            f"{READABLE[0]} to {FORMAT}. Use the depthroute that wrote it "
             f"({state.get('depthroute')})"
         )
     if state["format"] > 1 and not {"sha256", "files"} <= state.keys():
@@ -69,14 +69,6 @@ def damage(folder: Path, state: dict[str, Any], rank: int = 0, size: int = 1) ->
         except OSError as error:
             return f"{name} cannot be read: {files.reason(error)}"
     return ""
-
-
-def none_good(reasons: list[str]) -> CheckpointError:
-    """``reasons`` are those of all checkpoints of a run, the newest first."""
-    return CheckpointError(
-        f"no checkpoint of the run is good, and nothing was changed: {'; '.join(reasons)}. Bring a "
-        "good one back, or start again with another --out"
-    )
 
 
 def _own(state: dict[str, Any]) -> str:

@@ -10,8 +10,13 @@ from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from depthroute import files
-from depthroute.errors import DepthrouteError
-from depthroute.train import records
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.runs import records
+
+
+_SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "data")
+MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
+"""Training settings that a resumed run may set anew: none of them changes a step that is taken."""
 
 
 class RunError(DepthrouteError):
@@ -72,10 +77,10 @@ class RunDirectory:
     def _take(self) -> None:
         """Keep other processes out. The objects of one process share the lock."""
         place = files.destination(self.path)
-        held = self._locks.get(place)
-        if held is None or not held.is_held:
-            held = self._locks[place] = files.lock(place / files.LOCK)
-        self._lock = held
+        lock = self._locks.get(place)
+        if lock is None or not lock.is_held:
+            lock = self._locks[place] = files.lock(place / files.LOCK)
+        self._lock = lock
 
     def _refuse_used(self) -> None:
         """Stopped before it had anything to say, a run leaves an empty list of records."""
@@ -168,5 +173,52 @@ def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> 
 
 def _is_after(record: dict[str, Any], completed: int) -> bool:
     """A step names itself, counted from 0; every other event the steps done before it."""
-    done = record.get("step", 0) + (record["event"] in ("step", "skipped"))
-    return done > completed
+    return record.get("step", 0) + (record["event"] in ("step", "skipped")) > completed
+
+
+def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:
+    """The run in ``path`` and whether it was there already and goes on."""
+    path = files.at_home(path)
+    if resume and (path / "config.json").is_file():
+        return RunDirectory.reopen(path), True
+    return RunDirectory.create(path), False
+
+
+def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
+    """The configuration ``run`` was begun with, if ``now`` is the same run.
+
+    It goes on under the names of methods that it has: they were others in earlier versions.
+    """
+    saved = run.read_json("config.json")
+    if not all(isinstance(saved.get(name), dict) for name in ("data", "train", "methods")):
+        raise RunError(
+            f"{run.path / 'config.json'} does not say what was run: it is damaged. Bring a good "
+            "copy back, or start a new run with another --out"
+        )
+    old, new = (_comparable(config) for config in (saved, now))
+    for name in _SAME:
+        if old.get(name) != new.get(name):
+            raise _other_run(run.path, name, old.get(name), new.get(name))
+    old, new = old["train"], new["train"]
+    for setting in sorted({*old, *new} - set(MAY_CHANGE)):
+        if old.get(setting) != new.get(setting):
+            raise _other_run(run.path, f"train.{setting}", old.get(setting), new.get(setting))
+    return saved
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without where the data lies, what was computed from it, and what methods were called."""
+    left_out = ("name", "validation", "baselines")
+    data = {k: v for k, v in config["data"].items() if k not in left_out}
+    return config | {"data": data, "methods": sorted(map(str, config["methods"].values()))}
+
+
+def _other_run(path: Path, name: str, old: Any, new: Any) -> ConfigError:
+    def short(value: Any) -> str:
+        text = str(value)
+        return text if len(text) < 60 else f"{text[:57]}..."
+
+    return ConfigError(
+        f"{path} was started with {name} {short(old)} and now has {short(new)}; resume with the "
+        "same, or start a new run with another --out"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from depthroute.train.shape import NUMBER, TEXT, TIME, WHOLE, check
+from depthroute.json_shape import NUMBER, TEXT, TIME, WHOLE, check
 
 _FIELDS = {
     **dict.fromkeys(("event", "method"), TEXT),

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from depthroute import files
-from depthroute.train import shards
-from depthroute.train.data import HELD_OUT_PERCENT, DataError, TokenData
-from depthroute.train.documents import Corpus
-from depthroute.train.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
+from depthroute.data import shards
+from depthroute.data.batches import HELD_OUT_PERCENT, DataError, TokenData
+from depthroute.data.documents import Corpus
+from depthroute.data.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
 
 BATCH_CHARACTERS = 1 << 18
 """Of the documents that are tokenised together."""
@@ -136,8 +136,8 @@ def prepare(
                 opened.callback(writer.finish_shard)
             judged: list[int] = []
             if validation is not None:
-                found = _encoded(validation, vocabulary, 1)
-                hashes = _write(found, writers, 100.0, validation, lambda progress: None)
+                documents = _encoded(validation, vocabulary, 1)
+                hashes = _write(documents, writers, 100.0, validation, lambda progress: None)
                 judged, held_out = hashes["validation"], 0.0
             documents = _limited(_encoded(corpus, vocabulary, workers), max_tokens)
             copies = _Copies(documents, frozenset(judged))
@@ -275,10 +275,10 @@ def _encoded(corpus: Corpus, vocabulary: Vocabulary, workers: int) -> Iterator[_
         for texts, places in batches:
             waiting.append((pool.submit(_work, texts), places))
             if len(waiting) > 4 * workers:  # no more text in memory than keeps them busy
-                done, reached = waiting.popleft()
-                yield from _joined(done.result(), reached)
-        for done, reached in waiting:
-            yield from _joined(done.result(), reached)
+                encoding, reached = waiting.popleft()
+                yield from _joined(encoding.result(), reached)
+        for encoding, reached in waiting:
+            yield from _joined(encoding.result(), reached)
 
 
 def _batched(located: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], list[int]]]:
@@ -296,8 +296,8 @@ def _batched(located: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], li
         yield texts, places
 
 
-def _joined(found: list[tuple[int, np.ndarray]], places: list[int]) -> Iterator[_Encoded]:
-    for (number, tokens), place in zip(found, places, strict=True):
+def _joined(encoded: list[tuple[int, np.ndarray]], places: list[int]) -> Iterator[_Encoded]:
+    for (number, tokens), place in zip(encoded, places, strict=True):
         if len(tokens):
             yield number, tokens, place
 
@@ -336,19 +336,19 @@ def _split_again(
         boundary = len(only) - len(only) * HELD_OUT_PERCENT // 100
         split = {"train": [only[:boundary]], "validation": [only[boundary:]]}
     else:
-        held = min(range(len(documents)), key=lambda i: documents[i][0])
+        smallest = min(range(len(documents)), key=lambda i: documents[i][0])
         split = {
-            "train": [tokens for i, (_, tokens) in enumerate(documents) if i != held],
-            "validation": [documents[held][1]],
+            "train": [tokens for i, (_, tokens) in enumerate(documents) if i != smallest],
+            "validation": [documents[smallest][1]],
         }
     for writer in writers.values():
         for shard in writer.shards:
             (folder / shard["file"]).unlink()
     again = {}
-    for part, found in split.items():
+    for part, pieces in split.items():
         old = writers[part]
         new = shards.PartWriter(folder, part, old.dtype, int(old.separator[0]), old.shard_tokens)
-        for tokens in found:
+        for tokens in pieces:
             if len(tokens):
                 new.write(tokens)
         again[part] = new

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from depthroute.data.batches import VOCABULARY
 from depthroute.errors import ConfigError
 from depthroute.models.loading import load_tokenizer
 from depthroute.models.saving import save_tokenizer
-from depthroute.train.data import VOCABULARY
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_TRAINED = 257
@@ -63,8 +63,8 @@ class Encoder:
     def __call__(self, texts: list[str]) -> list[np.ndarray]:
         if self.tokenizer is None:
             return [np.frombuffer(t.encode(errors="replace"), dtype=np.uint8) for t in texts]
-        found = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=self.dtype) for encoding in found]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
 
 def as_bytes() -> Vocabulary:

@@ -19,10 +19,10 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
     """``train/loss`` and so on; empty for events without numbers."""
     event = record["event"]
     prefix = {"step": "train"}.get(event, event)
-    found = {f"{prefix}/{name}": record[name] for name in SHOWN.get(event, ())}
+    numbers = {f"{prefix}/{name}": record[name] for name in SHOWN.get(event, ())}
     if event == "step":
-        found["train/tokens_per_second"] = record["tokens"] / record["seconds"]
-    return found
+        numbers["train/tokens_per_second"] = record["tokens"] / record["seconds"]
+    return numbers
 
 
 def steps_done(record: dict[str, Any]) -> int:
@@ -56,9 +56,9 @@ class WeightsAndBiases:
         )
 
     def write(self, record: dict[str, Any]) -> None:
-        found = scalars(record)
-        if found:
-            self._run.log(found, step=steps_done(record))
+        numbers = scalars(record)
+        if numbers:
+            self._run.log(numbers, step=steps_done(record))
 
     def close(self) -> None:
         self._run.finish()

@@ -34,7 +34,7 @@ def describe() -> dict[str, Any]:
 
 
 def devices() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [
+    devices: list[dict[str, Any]] = [
         {
             "device": "cpu",
             "name": _processor(),
@@ -44,14 +44,14 @@ def devices() -> list[dict[str, Any]]:
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        devices.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
                 "memory_gib": round(properties.total_memory / 2**30, 1),
             }
         )
-    return found
+    return devices
 
 
 def resident_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -106,12 +106,12 @@ def commit() -> str | None:
 
 def _git(file: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(file.parent), *arguments], capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:

@@ -9,13 +9,12 @@ from typing import Any
 
 from depthroute import files
 from depthroute.checks import check_whole
+from depthroute.data import tokenise
+from depthroute.data.batches import HELD_OUT_PERCENT
+from depthroute.data.documents import FIELD, open_corpus
+from depthroute.data.vocabulary import Vocabulary
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
-from depthroute.train import tokenise
-from depthroute.train.data import HELD_OUT_PERCENT, TokenData
-from depthroute.train.documents import FIELD, open_corpus
-from depthroute.train.settings import TrainSettings
-from depthroute.train.vocabulary import Vocabulary
 
 PREPARED = "tokens:"
 
@@ -103,16 +102,6 @@ def _prepared(source: TextSource) -> Tokens:
     return Tokens(folder, tokenise.stored_vocabulary(folder))
 
 
-def open_folder(folder: Path, settings: TrainSettings, *, verify: bool = True) -> TokenData:
-    return tokenise.open_tokens(
-        folder,
-        batch_size=settings.batch_size,
-        sequence_length=settings.sequence_length,
-        document_masking=settings.document_masking,
-        verify=verify,
-    )
-
-
 def describe(index: dict[str, Any]) -> dict[str, Any]:
     """What ``config.json`` says of the data."""
     parts = index["parts"]
@@ -158,11 +147,3 @@ def fit_vocabulary(
     size = max(preset.model["vocab_size"], tokenizer["size"])
     ends = {"eos_token_id": tokenizer["separator"], "bos_token_id": tokenizer["separator"]}
     return replace(preset, model=preset.model | {"vocab_size": size} | ends)
-
-
-def check_length(settings: TrainSettings, longest: int | None) -> None:
-    if longest is not None and settings.sequence_length > longest:
-        raise ConfigError(
-            f"train.sequence_length={settings.sequence_length} is longer than the model's "
-            f"{longest} positions; use at most {longest}"
-        )

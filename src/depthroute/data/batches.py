@@ -219,18 +219,18 @@ def load(path: str | Path | None, *, batch_size: int, sequence_length: int) -> T
 
 def standard_library_files(root: Path) -> list[Path]:
     """Every ``.py`` file of the library itself, in the order of its path."""
-    found = (p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts))
-    return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+    sources = (p for p in root.rglob("*.py") if not _LEFT_OUT & set(p.relative_to(root).parts))
+    return sorted(sources, key=lambda p: p.relative_to(root).as_posix())
 
 
 def text_files(root: Path) -> list[Path]:
     """Every visible file under ``root`` that looks like text, in the order of its path."""
-    found = (
+    visible = (
         p
         for p in root.rglob("*")
         if p.is_file() and not any(x.startswith(".") for x in p.relative_to(root).parts)
     )
-    texts = (p for p in found if b"\0" not in _read(p, limit=8192))
+    texts = (p for p in visible if b"\0" not in _read(p, limit=8192))
     return sorted(texts, key=lambda p: p.relative_to(root).as_posix())
 
 

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from depthroute import files
-from depthroute.train.data import DataError
-from depthroute.train.shape import ANYTHING, TEXT, check
+from depthroute.data.batches import DataError
+from depthroute.json_shape import ANYTHING, TEXT, check
 
 FORMAT = 1
 SHARD_TOKENS = 1 << 27

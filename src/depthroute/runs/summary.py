@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from depthroute.methods import BASELINE
-from depthroute.train.run_directory import RunError
-from depthroute.train.shape import is_finite
+from depthroute.runs.directory import RunError
+from depthroute.json_shape import is_finite
 
 Records = list[dict[str, Any]]
 
@@ -110,41 +110,47 @@ def _row(
     losses: dict[int, dict[str, float]],
     by_event: dict[str, Records],
 ) -> dict[str, Any]:
-    starts = {r["method"]: r for r in by_event.get("start", [])}
-    values = {seed: found[label] for seed, found in losses.items() if label in found}
-    paired = {
-        seed: value - losses[seed][BASELINE]
-        for seed, value in values.items()
-        if BASELINE in losses[seed] and label != BASELINE
-    }
-    rate, baseline = (_median_rate(name, by_event.get("step", [])) for name in (label, BASELINE))
-    sharp = [
-        r["mean_normalised_max"]
-        for r in by_event.get("routing", [])
-        if r["method"] == label
-        and r["mean_normalised_max"] is not None
-        and is_finite(r["mean_normalised_max"])
-    ]
-    start = starts.get(label, {})
-    taken = [r for r in by_event.get("step", []) if r["method"] == label and r["seed"] in losses]
+    mine = {event: [r for r in rs if r.get("method") == label] for event, rs in by_event.items()}
+    steps = [r for r in mine.get("step", []) if r["seed"] in losses]
+    start = (mine.get("start") or [{}])[-1]
+    rate = _median_rate(mine.get("step", []))
+    standard = [r for r in by_event.get("step", []) if r["method"] == BASELINE]
+    baseline, num_seeds = _median_rate(standard), max(1, len(losses))
     return {
         "method": label,
-        "validation_loss": _statistics(values),
-        "difference": _statistics(paired),
+        "validation_loss": _statistics(_of_method(label, losses)),
+        "difference": _statistics(_paired_differences(label, losses)),
         "parameters": start.get("parameters"),
         "routing_parameters": start.get("routing_parameters"),
-        "steps": len(taken) // len(losses) if losses else 0,
-        "tokens": sum(r["tokens"] for r in taken) // len(losses) if losses else 0,
-        "seconds": _seconds(taken) / len(losses) if losses else 0.0,
+        "steps": len(steps) // num_seeds,
+        "tokens": sum(r["tokens"] for r in steps) // num_seeds,
+        "seconds": _seconds(steps) / num_seeds,
         "tokens_per_second": rate,
         "relative_speed": rate / baseline if rate and baseline else None,
-        "mean_normalised_max": statistics.fmean(sharp) if sharp else None,
-        "diverged": [
-            {"seed": r["seed"], "step": r["step"]}
-            for r in by_event["diverged"]
-            if r["method"] == label
-        ],
+        "mean_normalised_max": _mean_sharpness(mine.get("routing", [])),
+        "diverged": [{"seed": r["seed"], "step": r["step"]} for r in mine["diverged"]],
     }
+
+
+def _of_method(label: str, losses: dict[int, dict[str, float]]) -> dict[int, float]:
+    """By seed; those in which it diverged have none."""
+    return {seed: methods[label] for seed, methods in losses.items() if label in methods}
+
+
+def _paired_differences(label: str, losses: dict[int, dict[str, float]]) -> dict[int, float]:
+    """From the baseline of the same seed, where that did not diverge."""
+    if label == BASELINE:
+        return {}
+    baseline = _of_method(BASELINE, losses)
+    mine = _of_method(label, losses)
+    return {seed: value - baseline[seed] for seed, value in mine.items() if seed in baseline}
+
+
+def _mean_sharpness(looks: Records) -> float | None:
+    """Of the trained models in which something chooses."""
+    values = [r["mean_normalised_max"] for r in looks]
+    values = [value for value in values if value is not None and is_finite(value)]
+    return statistics.fmean(values) if values else None
 
 
 def _statistics(values: dict[int, float]) -> dict[str, Any] | None:
@@ -164,8 +170,8 @@ def _seconds(steps: Records) -> float:
     return sum(t for t in times if t <= longest)
 
 
-def _median_rate(label: str, steps: Records) -> float | None:
+def _median_rate(steps: Records) -> float | None:
     """Tokens a second of the median step: one slow step on a busy machine does not count."""
-    times = [r["seconds"] / r["tokens"] for r in steps if r["method"] == label and r["tokens"]]
+    times = [r["seconds"] / r["tokens"] for r in steps if r["tokens"]]
     median = statistics.median(times) if times else 0.0
     return 1 / median if median > 0 else None

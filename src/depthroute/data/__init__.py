@@ -1,0 +1,1 @@
+"""Text to batches: documents, sources, vocabulary, tokens on disk, what a step sees."""

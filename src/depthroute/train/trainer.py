@@ -1,0 +1,214 @@
+"""One model and its steps: whatever trains or times a model calls :meth:`Trainer.take_step`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from depthroute.data.batches import IGNORED, Batch
+from depthroute.errors import DepthrouteError
+from depthroute.ops import compile_options
+from depthroute.parallel.world import SINGLE, World
+from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.runs import environment
+from depthroute.train.compiler import use_own_caches
+from depthroute.train.divergence import locate
+from depthroute.train.optim import build_optimizer, set_rates
+from depthroute.train.settings import TrainSettings
+
+RECENT = 32
+"""Losses whose median a spike is measured against."""
+LEAST_RECENT = 8
+"""Before so many are known nothing is called a spike."""
+
+
+class DivergenceError(DepthrouteError):
+    """The loss or the gradient stopped being a number, or the loss jumped."""
+
+    def __init__(self, step: int, what: str, value: float, lr: float, site: str = "") -> None:
+        self.step, self.site = step, site
+        super().__init__(
+            f"{what} is {value} at step {step} (lr {lr:.3g}){site and ', ' + site}; the parameters "
+            "are those of the step before. Lower lr or clip, or lengthen warmup_steps"
+        )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step: int
+    loss: float
+    """Mean nats per token of this step's batch, before the update."""
+    lr: float
+    gradient_norm: float
+    """Before clipping."""
+    seconds: float
+    tokens: int
+    """Of all ranks."""
+    skipped: str | None = None
+    """Why the update was left out; None where it was made."""
+
+
+class Trainer:
+    """A model, its optimiser and how many steps they have taken.
+
+    A step is given its batch, so that several trainers can share one. With a ``world`` of several
+    ranks ``model`` is what :func:`depthroute.parallel.wrap.wrap` made, and each rank is given its
+    own part of the batch.
+
+    Where steps ``is_timed`` against another trainer's, each waits for its own update, which would
+    otherwise run in the other's time.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        settings: TrainSettings,
+        world: World = SINGLE,
+        *,
+        is_timed: bool = False,
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.is_timed = is_timed
+        self.world = world
+        self.inner = unwrapped(model)
+        if settings.gradient_checkpointing:
+            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.precision == "bf16":
+            # autocast leaves embeddings fp32, and with them every source of the stream
+            self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
+        self.optimizer = build_optimizer(self.inner, settings)
+        if settings.compile is not None:
+            use_own_caches()
+            # every batch has one shape, and a graph that keeps others open is a slower one
+            options = compile_options() if settings.compile == "inductor" else None
+            model.compile(backend=settings.compile, dynamic=False, options=options)
+        self.completed = 0
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.device = next(model.parameters()).device
+        model.train()
+
+    @property
+    def is_done(self) -> bool:
+        return self.completed >= self.settings.steps
+
+    def resident_tensors(self) -> Iterator[Tensor]:
+        return environment.resident_tensors(self.model, self.optimizer)
+
+    def take_step(self, batch: Batch) -> StepResult:
+        """Forward, backward, clip, update. A bad step raises before it touches the parameters."""
+        started = time.perf_counter()
+        step = self.completed
+        set_rates(self.optimizer, step, self.settings)
+        lr = self.optimizer.param_groups[0]["lr"]
+        tokens = round(self.world.sum(batch.num_targets))
+        total = torch.zeros((), device=self.device)
+        parts = batch.to(self.device).split(self.settings.accumulation)
+        for index, part in enumerate(parts):
+            # each rank's gradient is averaged with the others', so its share of the mean is
+            # its sum times the number of ranks
+            with syncing(self.model, index == len(parts) - 1):
+                loss = self._loss_sum(part) / tokens
+                (loss * self.world.size if self.world.size > 1 else loss).backward()
+            total += loss.detach()
+        norm = global_norm_clipped(self.inner, self.settings.clip)
+        # reading both numbers also waits for an accelerator, so the time is the step's
+        values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
+        skipped = self._judge(values, parts, lr)
+        if skipped is None:
+            self.optimizer.step()
+            self.recent.append(values["loss"])
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.is_timed and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.completed += 1
+        return StepResult(
+            step=step,
+            loss=values["loss"],
+            lr=lr,
+            gradient_norm=norm,
+            seconds=time.perf_counter() - started,
+            tokens=tokens,
+            skipped=skipped,
+        )
+
+    def _judge(self, values: dict[str, float], parts: list[Batch], lr: float) -> str | None:
+        """None for a good step; for a bad one an error, or by policy the reason to skip it."""
+        bad = next((w for w, value in values.items() if not math.isfinite(value)), None)
+        site = ""
+        if bad is not None:
+            site = locate(self.inner, lambda: self._losses(parts), self.world.first)
+        elif self._is_spike(values["loss"]):
+            bad = "loss"
+            site = f"{values['loss'] - statistics.median(self.recent):.2f} above the recent median"
+        if bad is None:
+            return None
+        error = DivergenceError(self.completed, bad, values[bad], lr, site)
+        if self.settings.on_bad_step == "stop":
+            self.optimizer.zero_grad(set_to_none=True)
+            raise error
+        return f"{bad} is {values[bad]}{site and ', ' + site}"
+
+    def _is_spike(self, loss: float) -> bool:
+        if self.settings.spike is None or len(self.recent) < LEAST_RECENT:
+            return False
+        return loss > statistics.median(self.recent) + self.settings.spike
+
+    def _losses(self, parts: list[Batch]) -> None:
+        for part in parts:
+            self._loss_sum(part)
+
+    def _loss_sum(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            return loss_sum(self.model, batch)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Parameters stay fp32 and are the master weights: nothing to keep in step or to save
+        twice, and the same code under DDP. FSDP2 casts by its own policy."""
+        if self.settings.precision == "fp32" or is_sharded(self.model):
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def validate(self, batches: list[Batch]) -> float:
+        """Mean nats per token over held-out batches, which every rank computes in full."""
+        self.model.eval()
+        count = sum(batch.num_targets for batch in batches)
+        if self.settings.compile is not None:
+            batches = [batch.padded(len(batches[0].inputs)) for batch in batches]
+        parts = [p for batch in batches for p in batch.split(self.settings.accumulation)]
+        sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
+        self.model.train()
+        return sum(value.item() for value in sums) / count
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        """In the precision of training but never compiled: a look at a model runs once."""
+        with torch.compiler.set_stance("force_eager"), self._autocast():
+            yield
+
+
+def _in_bf16(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.to(torch.bfloat16)
+
+
+def loss_sum(model: Any, batch: Batch) -> Tensor:
+    """Cross-entropy in nats, summed; targets are the inputs one token on."""
+    positions = {} if batch.positions is None else {"position_ids": batch.positions}
+    logits = model(input_ids=batch.inputs, use_cache=False, **positions).logits
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        batch.targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
