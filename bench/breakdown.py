@@ -54,10 +54,7 @@ def our_kernels() -> frozenset[str]:
 
 
 def category(name: str) -> str:
-    if (
-        name.startswith(("depthroute::", "DepthMix", "DepthAttentionMix"))
-        or name in our_kernels()
-    ):
+    if name.startswith(("depthroute::", "DepthMix", "DepthAttentionMix")) or name in our_kernels():
         return OURS
     lower = name.lower()
     for group, words in WORDS.items():
