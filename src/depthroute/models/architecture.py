@@ -38,7 +38,6 @@ class Architecture:
     """Name of the model class in transformers."""
     attention: Sublayer
     mlp: Sublayer
-    decoder: str = "model"
     layers: str = "layers"
     final_norm: str = "norm"
     eps: str = "rms_norm_eps"
@@ -158,7 +157,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPT2LMHeadModel",
             attention=Sublayer("attn", norm="ln_1"),
             mlp=Sublayer("mlp", norm="ln_2"),
-            decoder="transformer",
             layers="h",
             final_norm="ln_f",
             eps="layer_norm_epsilon",
@@ -169,7 +167,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPTNeoXForCausalLM",
             attention=Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("post_mlp_dropout",)),
-            decoder="gpt_neox",
             final_norm="final_layer_norm",
             eps="layer_norm_eps",
             parallel="use_parallel_residual",

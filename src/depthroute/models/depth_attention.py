@@ -21,11 +21,13 @@ from __future__ import annotations
 import copy
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import modeling_utils
 
+from depthroute.errors import ConfigError
+from depthroute.models.adoption import adopted, plain_class, routed_class
 from depthroute.nn import DepthMemory, SiteParameters
 
 IMPLEMENTATION = "depthroute_depth_attention"
@@ -53,6 +55,8 @@ class DeferredCache:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.mixed: tuple[Tensor | None, Tensor | None] = None, None
+        """This layer's key and its value after mixing, for the layers to come."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -66,16 +70,6 @@ class DeferredCache:
         if self.cache is None:
             return key, value
         return self.cache.update(key, value, layer_idx)
-
-
-class DepthRecord(NamedTuple):
-    """What a depth attention returns beside its output."""
-
-    weights: Tensor | None
-    """Over time, where the implementation gives them."""
-    key: Tensor
-    value: Tensor
-    """After mixing."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +116,15 @@ def depth_attention_forward(
         mixed = depth.mixed(query, key, value, None)
         keys, values = depth.cache.store(key, mixed, layer)
     eager = sys.modules[_defining_class(module).__module__].eager_attention_forward
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
-    output, weights = attend(module, query, keys, values, attention_mask, **kwargs)
-    return output, DepthRecord(weights, key, mixed)
+    attend = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
+    depth.cache.mixed = key, mixed
+    return attend(module, query, keys, values, attention_mask, **kwargs)
 
 
 class LateNorm(nn.Module):
     """Mixed into a key norm that is to act after RoPE: where the model calls it, it passes."""
+
+    prefix = "Late"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -160,8 +156,26 @@ def enable(attentions: list[nn.Module], config: Any) -> None:
     They get a copy of the configuration that names it; the model's own configuration, and so its
     masks, still name the implementation the user chose, which is read at every call.
     """
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
     own = copy.copy(config)
     own._attn_implementation = IMPLEMENTATION
     for attention in attentions:
         attention.config = own
+
+
+def delay_key_norms(attentions: list[Any], model_type: str) -> None:
+    for attention in attentions:
+        if not hasattr(attention, "k_norm"):
+            raise ConfigError(
+                f"routing.key_norm='after_rope' moves a key norm, and {model_type} has none; "
+                "leave it out, or use a family with QK-norm such as qwen3"
+            )
+        norm = attention.k_norm
+        attention.k_norm = adopted(routed_class(type(norm), LateNorm), norm)
+
+
+def restore_key_norms(attentions: list[Any]) -> None:
+    for attention in attentions:
+        norm = getattr(attention, "k_norm", None)
+        if isinstance(norm, LateNorm):
+            attention.k_norm = adopted(plain_class(type(norm), LateNorm), norm)
