@@ -14,10 +14,9 @@ from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
 from depthroute.models.adoption import plain_class
 from depthroute.models.architecture import architecture_for
-from depthroute.models.causal_lm import RoutedCausalLM
 from depthroute.models.configuration import RoutedConfigMixin
-from depthroute.models.decoder import plan_for
 from depthroute.models.families import routed_family
+from depthroute.models.model import RoutedCausalLM, plan_for
 from depthroute.nn import Sites
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from transformers import modeling_utils
@@ -72,8 +72,7 @@ class DeferredCache:
         return self.cache.update(key, value, layer_idx)
 
 
-@dataclass(frozen=True)
-class DepthContext:
+class DepthContext(NamedTuple):
     """What one attention call needs to know about depth."""
 
     memory: DepthMemory
@@ -100,7 +99,7 @@ def depth_attention_forward(
 ):
     """The attention function: mix over depth, store, attend over time."""
     layer = cast(int, module.layer_idx)
-    late = getattr(module, "k_norm", None)
+    late = module._modules.get("k_norm")
     if isinstance(late, LateNorm):
         key = late.late(key)
     if is_latent(module):
@@ -115,7 +114,7 @@ def depth_attention_forward(
     else:
         mixed = depth.mixed(query, key, value, None)
         keys, values = depth.cache.store(key, mixed, layer)
-    eager = sys.modules[_defining_class(module).__module__].eager_attention_forward
+    eager = _eager_attention(type(module))
     attend = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
     depth.cache.mixed = key, mixed
     return attend(module, query, keys, values, attention_mask, **kwargs)
@@ -135,19 +134,20 @@ class LateNorm(nn.Module):
 
 def is_latent(attention: nn.Module) -> bool:
     """Whether this attention caches a latent from which keys and values are expanded."""
-    return hasattr(attention, "expand_kv")
+    return hasattr(type(attention), "expand_kv")
 
 
 def _one_head(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
-def _defining_class(module: nn.Module) -> type:
-    """The transformers class whose file holds the family's eager attention."""
-    for cls in type(module).__mro__:
-        if cls.__module__.startswith("transformers."):
-            return cls
-    return type(module)
+@cache
+def _eager_attention(attention: type) -> Any:
+    """Of the family's modelling file, which may be that of a class it was made from."""
+    homes = [sys.modules[cls.__module__] for cls in attention.__mro__]
+    return next(
+        home for home in homes if hasattr(home, "eager_attention_forward")
+    ).eager_attention_forward
 
 
 def enable(attentions: list[nn.Module], config: Any) -> None:

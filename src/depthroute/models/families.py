@@ -16,10 +16,9 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from depthroute.models.adoption import routed_class
 from depthroute.models.architecture import ARCHITECTURES, Architecture
-from depthroute.models.causal_lm import RoutedCausalLM
 from depthroute.models.configuration import RoutedConfigMixin
-from depthroute.models.decoder import RoutedDecoder
 from depthroute.models.depth_attention import LateNorm
+from depthroute.models.model import RoutedCausalLM, RoutedDecoder
 from depthroute.models.routed import RoutedLayer
 
 

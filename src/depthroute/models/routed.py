@@ -58,7 +58,8 @@ class RoutedLayer(nn.Module):
         cls.argument_names = tuple(n for n in names[2:] if n not in ("args", "kwargs"))
 
     def __call__(self, hidden_states: Tensor | LayerState, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= zip(self.argument_names, args, strict=False)
+        if args:
+            kwargs |= zip(self.argument_names, args, strict=False)
         state = hidden_states
         if isinstance(state, Tensor):
             assert self.decoder is not None, "only the first layer receives a plain tensor"
@@ -107,13 +108,14 @@ class RoutedLayer(nn.Module):
         """A sublayer's pre-norm, with its parameters where the kernels may apply it instead."""
         if sublayer.norm is None:
             return None
-        module = getattr(self, sublayer.norm)
+        module: Any = self._modules[sublayer.norm]
         offset = self.norm_offsets.get(type(module))
-        is_plain = offset is not None and is_as_its_class(module)
-        if not is_plain or hasattr(module.weight, "device_mesh"):
+        if offset is None or not is_as_its_class(module):
             return PreNorm(module)
-        weight = module.weight if offset == 0 else module.weight.float() + offset
-        return PreNorm(module, weight, norm_eps(module))
+        weight = module._parameters["weight"]
+        if hasattr(weight, "device_mesh"):
+            return PreNorm(module)
+        return PreNorm(module, weight if offset == 0 else weight.float() + offset, norm_eps(module))
 
     def _run(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Tensor:
         output = getattr(self, sublayer.module)(x, **kwargs)

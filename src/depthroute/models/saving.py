@@ -163,8 +163,9 @@ def sample(model: Any) -> dict[str, list[float]]:
     Without those that cannot be read as they are: quantised, sharded or left on disk.
     """
     routing = {id(parameter) for parameter in model.routing_parameters()}
+    prefix = f"{model.base_model_prefix}." if model.base_model is model else ""
     readable = {
-        name.replace(_WRAPPED, "."): parameter.detach()
+        prefix + name.replace(_WRAPPED, "."): parameter.detach()
         for name, parameter in model.named_parameters()
         if id(parameter) not in routing and is_readable(parameter)
     }

@@ -18,8 +18,8 @@ from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.models.convert import convert, converted_config
-from depthroute.models.decoder import plan_for
 from depthroute.models.loading import load_model, load_plain, plain_config
+from depthroute.models.model import plan_for
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
