@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
@@ -362,6 +365,29 @@ def test_a_library_that_places_parameters_sees_the_whole_state():
     assert torch.equal(logits(model), expected)
     (((before,), after),) = seen
     assert isinstance(before, LayerState) and isinstance(after, LayerState)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize("method", ["delta block", "attnres two-phase", "depth attention"])
+def test_a_sharded_model_is_edited_as_one_that_is_whole(method):
+    """FSDP2 over one rank; its hooks see the state, the others' see the tensor."""
+    whole, sharded = twins(method)
+    deltas = [addition(whole, requires_grad=True) for _ in range(2)]
+    for model, delta in zip((whole, sharded), deltas, strict=True):
+        EDITS["returned"](model.model.layers, delta)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in sharded.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        EDITS["before"](whole.model.layers, deltas[0])
+        EDITS["before"](sharded.model.layers, deltas[1])
+        here, there = gradients(whole, deltas[0]), gradients(sharded, deltas[1])
+        there = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in there.items()}
+    finally:
+        dist.destroy_process_group()
+    assert_close(here, there)
 
 
 @pytest.mark.parametrize(
