@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from functools import cache
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -114,8 +113,8 @@ def depth_attention_forward(
     else:
         mixed = depth.mixed(query, key, value, None)
         keys, values = depth.cache.store(key, mixed, layer)
-    eager = _eager_attention(type(module))
-    attend = modeling_utils.ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
+    interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    attend = interfaces.get_interface(depth.implementation, _eager_attention(module))
     depth.cache.mixed = key, mixed
     return attend(module, query, keys, values, attention_mask, **kwargs)
 
@@ -141,13 +140,12 @@ def _one_head(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
-@cache
-def _eager_attention(attention: type) -> Any:
-    """Of the family's modelling file, which may be that of a class it was made from."""
-    homes = [sys.modules[cls.__module__] for cls in attention.__mro__]
-    return next(
-        home for home in homes if hasattr(home, "eager_attention_forward")
-    ).eager_attention_forward
+def _eager_attention(module: nn.Module) -> Any:
+    """Of the family's modelling file, be the module's class made from one of it or not."""
+    for cls in type(module).__mro__:
+        if hasattr(home := sys.modules[cls.__module__], "eager_attention_forward"):
+            return home.eager_attention_forward
+    raise AssertionError(f"no eager attention beside {type(module).__name__}")
 
 
 def enable(attentions: list[nn.Module], config: Any) -> None:
