@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -375,7 +376,7 @@ def test_a_sharded_model_is_edited_as_one_that_is_whole(method):
     deltas = [addition(whole, requires_grad=True) for _ in range(2)]
     for model, delta in zip((whole, sharded), deltas, strict=True):
         EDITS["returned"](model.model.layers, delta)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         for layer in sharded.model.layers:

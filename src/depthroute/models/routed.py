@@ -66,7 +66,7 @@ class RoutedLayer(nn.Module):
             state = LayerState.start(state, self.decoder[0].routing(state))
         if getattr(self, "gradient_checkpointing", False) and self.training:
             return self._checkpointed(state, kwargs).handed_on()
-        return super().__call__(state, **kwargs).handed_on()
+        return nn.Module.__call__(self, state, **kwargs).handed_on()
 
     def _checkpointed(self, state: LayerState, kwargs: dict[str, Any]) -> LayerState:
         kwargs |= {"use_cache": False, self.architecture.cache_argument: None}
@@ -87,11 +87,13 @@ class RoutedLayer(nn.Module):
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(state, kwargs)
+        if spec.adapt_arguments is not None:
+            kwargs = spec.adapt_arguments(self, kwargs)
         site, norm = sites.at(stream.index), self._norm(spec.attention)
         read, stream = stream.read(site, None if self.is_parallel else norm)
         x = norm.apply(read) if self.is_parallel and norm is not None else read
         if memory is None:
-            output = self._run(spec.attention, x, **self._attention_arguments(kwargs))
+            output = self._run(spec.attention, x, **kwargs)
         else:
             output, memory = self._attend_over_depth(x, kwargs, memory, site)
         norm = self._norm(spec.mlp)
@@ -126,10 +128,6 @@ class RoutedLayer(nn.Module):
         multiplier = self.architecture.multiplier
         return output if multiplier is None else output * getattr(self, multiplier)
 
-    def _attention_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        adapt = self.architecture.adapt_arguments
-        return kwargs if adapt is None else adapt(self, dict(kwargs))
-
     def _attend_over_depth(
         self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: SiteParameters | None
     ) -> tuple[Tensor, DepthMemory]:
@@ -142,8 +140,7 @@ class RoutedLayer(nn.Module):
             getattr(self, spec.attention.module)
         ):
             kwargs = kwargs | {spec.cache_argument: deferred}
-        arguments = self._attention_arguments(kwargs) | {"depth": depth}
-        output = self._run(spec.attention, x, **arguments)
+        output = self._run(spec.attention, x, depth=depth, **kwargs)
         return output, memory.push(*deferred.mixed)
 
     def _shift_cache(self, state: LayerState, kwargs: dict[str, Any]) -> None:
