@@ -247,7 +247,7 @@ def _refuse_replaced_forwards(decoder: Any, spec: Architecture) -> None:
 
     The one that was put there would go on calling the class's of before.
     """
-    for part in (decoder, *getattr(decoder, spec.layers)):
+    for part in (decoder, *decoder.children(), *getattr(decoder, spec.layers)):
         if "forward" in vars(part):
             raise ConfigError(
                 f"the model's {type(part).__name__} has a forward of its own, as accelerate gives "
