@@ -128,9 +128,7 @@ def check_is_plain(model: Any) -> None:
 def revert(routed: Any) -> Any:
     """The plain model back: same parameters, bit for bit if they were not trained."""
     if not isinstance(routed, RoutedCausalLM):
-        raise ConfigError(
-            f"revert takes a routed causal language model, not {type(routed).__name__}"
-        )
+        raise ConfigError(f"revert takes a routed model with its head, not {type(routed).__name__}")
     family = plain_class(type(routed.config), RoutedConfigMixin)
     config = family.from_dict(routed.config.base_dict())
     return _share(routed).reverted(_same_implementations(routed.config, config))
