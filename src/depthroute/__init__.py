@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from depthroute import nn, ops
     from depthroute.config import RoutingConfig
     from depthroute.diagnostics.trace import Trace, trace
+    from depthroute.models.adapter import load_adapter
     from depthroute.models.convert import (
         IdentityError,
         IdentityReport,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     )
     from depthroute.models.loading import from_pretrained
     from depthroute.models.reference import load_reference
-    from depthroute.models.saving import load_adapter
     from depthroute.plan import Plan
 
 _LAZY = {
@@ -45,7 +45,7 @@ _LAZY = {
     "from_config": "depthroute.models.convert",
     "from_pretrained": "depthroute.models.loading",
     "identity_report": "depthroute.models.convert",
-    "load_adapter": "depthroute.models.saving",
+    "load_adapter": "depthroute.models.adapter",
     "load_reference": "depthroute.models.reference",
     "parameter_groups": "depthroute.models.convert",
     "revert": "depthroute.models.convert",

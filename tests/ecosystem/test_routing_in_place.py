@@ -11,7 +11,7 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForCausalLM
 
 import depthroute as dr
-from depthroute.models.routed import LayerState
+from depthroute.models.state import LayerState
 from tests.families import SETTINGS, family_model
 from tests.support import (
     METHODS,
@@ -185,7 +185,14 @@ def test_parameters_are_structure_and_not_among_a_states_tensors(method):
 def test_accelerate_moves_a_state_and_its_parameters(method):
     """To the meta device, which every tensor must reach: nothing else is there on a CPU."""
     model, states = routed_model(method), []
-    model.model.layers[-2].register_forward_hook(lambda _, __, state: states.append(state))
+    layer = model.model.layers[-2]
+    forward = layer.forward
+
+    def spy(state, **kwargs):  # as accelerate puts its own there
+        states.append(forward(state, **kwargs))
+        return states[-1]
+
+    layer.forward = spy
     logits(model)
     (state,) = states
     moved = send_to_device((state,), "meta")[0]

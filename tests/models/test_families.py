@@ -224,7 +224,6 @@ def test_adding_a_family_is_one_entry(monkeypatch):
         "PhiForCausalLM",
         attention=Sublayer("self_attn", "input_layernorm", ("resid_dropout",)),
         mlp=Sublayer("mlp", "input_layernorm", ("resid_dropout",)),
-        final_norm="final_layernorm",
         eps="layer_norm_eps",
         parallel=True,
     )

@@ -38,9 +38,7 @@ class Architecture:
     """Name of the model class in transformers."""
     attention: Sublayer
     mlp: Sublayer
-    decoder: str = "model"
     layers: str = "layers"
-    final_norm: str = "norm"
     eps: str = "rms_norm_eps"
     """Configuration attribute that holds the norm eps."""
     multiplier: str | None = None
@@ -158,9 +156,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPT2LMHeadModel",
             attention=Sublayer("attn", norm="ln_1"),
             mlp=Sublayer("mlp", norm="ln_2"),
-            decoder="transformer",
             layers="h",
-            final_norm="ln_f",
             eps="layer_norm_epsilon",
             ignored_arguments=("encoder_hidden_states", "encoder_attention_mask"),
         ),
@@ -169,8 +165,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPTNeoXForCausalLM",
             attention=Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("post_mlp_dropout",)),
-            decoder="gpt_neox",
-            final_norm="final_layer_norm",
             eps="layer_norm_eps",
             parallel="use_parallel_residual",
             cache_argument="layer_past",

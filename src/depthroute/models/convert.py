@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
+from depthroute.models.adoption import plain_class
 from depthroute.models.architecture import architecture_for
-from depthroute.models.auto import routed_config_class
-from depthroute.models.causal_lm import RoutedCausalLM
-from depthroute.models.routed import install, plan_for, uninstall
+from depthroute.models.configuration import RoutedConfigMixin
+from depthroute.models.families import routed_family
+from depthroute.models.model import RoutedCausalLM, plan_for
 from depthroute.nn import Sites
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -29,7 +29,9 @@ def from_config(config: Any, routing: RoutingConfig, **kwargs: Any) -> Any:
     With ``routing.loops = R`` the configuration's layers are run R times; the routed configuration
     then counts every visit in ``num_hidden_layers``, which is what caches must hold.
     """
-    return _model_class(config)._from_config(routed_config(config, routing), **kwargs)
+    return routed_family(architecture_for(config)).causal_lm._from_config(
+        routed_config(config, routing), **kwargs
+    )
 
 
 def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Any:
@@ -44,7 +46,7 @@ def routed_config(config: Any, routing: RoutingConfig, *, converting: bool = Fal
                 values[name] = values[name] * routing.loops
     for name in ("architectures", "transformers_version", "model_type"):
         values.pop(name, None)
-    config = _same_implementations(config, routed_config_class(architecture).from_dict(values))
+    config = _same_implementations(config, routed_family(architecture).config.from_dict(values))
     plan = plan_for(config, routing, converting=converting)
     config.routing = replace(routing, init=plan.init).to_dict()
     config.architectures = [f"Routed{architecture.causal_lm}"]
@@ -78,10 +80,6 @@ def _same_implementations(old: Any, new: Any) -> Any:
     return new
 
 
-def _model_class(config: Any) -> Any:
-    return routed_config_class(architecture_for(config)).model_class
-
-
 def convert(
     model: Any,
     routing: RoutingConfig,
@@ -101,10 +99,7 @@ def convert(
     """
     check_is_plain(model)
     config = converted_config(model.config, routing)
-    routed = _share(model)
-    routed.__class__ = _model_class(model.config)
-    _set_config(routed, model.config, config)
-    install(routed, plan_for(config, config.routing_config()))
+    routed = routed_family(architecture_for(config)).causal_lm.adopting(_share(model), config)
     if verify is not None:
         routed.identity = identity_report(model, routed, verify)
         if not routed.identity.max_difference <= tolerance:  # NaN must not pass
@@ -133,28 +128,16 @@ def check_is_plain(model: Any) -> None:
 def revert(routed: Any) -> Any:
     """The plain model back: same parameters, bit for bit if they were not trained."""
     if not isinstance(routed, RoutedCausalLM):
-        raise ConfigError(f"revert takes a routed model, not {type(routed).__name__}")
-    plain = _share(routed)
-    uninstall(plain)
-    base = getattr(transformers, routed.architecture.causal_lm)
-    config = type(routed.config).__mro__[2].from_dict(routed.config.base_dict())
-    config = _same_implementations(routed.config, config)
-    plain.__class__ = base
-    _set_config(plain, plain.config, config)
-    return plain
+        raise ConfigError(f"revert takes a routed model with its head, not {type(routed).__name__}")
+    family = plain_class(type(routed.config), RoutedConfigMixin)
+    config = family.from_dict(routed.config.base_dict())
+    return _share(routed).reverted(_same_implementations(routed.config, config))
 
 
 def _share(model: nn.Module) -> Any:
     """A copy of the module tree that holds the very same parameters and buffers."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(t): t for t in tensors})
-
-
-def _set_config(model: nn.Module, old: Any, new: Any) -> None:
-    """Point every module that holds a configuration of the model at the new one."""
-    for module in model.modules():
-        if isinstance(module.__dict__.get("config"), type(old)):
-            module.config = new
 
 
 class IdentityError(DepthrouteError):

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import copy
 import sys
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import modeling_utils
 
+from depthroute.errors import ConfigError
+from depthroute.models.adoption import adopted, plain_class, routed_class
 from depthroute.nn import DepthMemory, SiteParameters
 
 IMPLEMENTATION = "depthroute_depth_attention"
@@ -53,6 +54,8 @@ class DeferredCache:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.pending: tuple[Tensor, Tensor] | None = None
+        self.mixed: tuple[Tensor | None, Tensor | None] = None, None
+        """This layer's key and its value after mixing, for the layers to come."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -68,18 +71,7 @@ class DeferredCache:
         return self.cache.update(key, value, layer_idx)
 
 
-class DepthRecord(NamedTuple):
-    """What a depth attention returns beside its output."""
-
-    weights: Tensor | None
-    """Over time, where the implementation gives them."""
-    key: Tensor
-    value: Tensor
-    """After mixing."""
-
-
-@dataclass(frozen=True)
-class DepthContext:
+class DepthContext(NamedTuple):
     """What one attention call needs to know about depth."""
 
     memory: DepthMemory
@@ -106,7 +98,7 @@ def depth_attention_forward(
 ):
     """The attention function: mix over depth, store, attend over time."""
     layer = cast(int, module.layer_idx)
-    late = getattr(module, "k_norm", None)
+    late = module._modules.get("k_norm")
     if isinstance(late, LateNorm):
         key = late.late(key)
     if is_latent(module):
@@ -121,14 +113,16 @@ def depth_attention_forward(
     else:
         mixed = depth.mixed(query, key, value, None)
         keys, values = depth.cache.store(key, mixed, layer)
-    eager = sys.modules[_defining_class(module).__module__].eager_attention_forward
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(depth.implementation, eager)
-    output, weights = attend(module, query, keys, values, attention_mask, **kwargs)
-    return output, DepthRecord(weights, key, mixed)
+    interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    attend = interfaces.get_interface(depth.implementation, _eager_attention(module))
+    depth.cache.mixed = key, mixed
+    return attend(module, query, keys, values, attention_mask, **kwargs)
 
 
 class LateNorm(nn.Module):
     """Mixed into a key norm that is to act after RoPE: where the model calls it, it passes."""
+
+    prefix = "Late"
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
@@ -139,19 +133,19 @@ class LateNorm(nn.Module):
 
 def is_latent(attention: nn.Module) -> bool:
     """Whether this attention caches a latent from which keys and values are expanded."""
-    return hasattr(attention, "expand_kv")
+    return hasattr(type(attention), "expand_kv")
 
 
 def _one_head(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
-def _defining_class(module: nn.Module) -> type:
-    """The transformers class whose file holds the family's eager attention."""
+def _eager_attention(module: nn.Module) -> Any:
+    """Of the family's modelling file, be the module's class made from one of it or not."""
     for cls in type(module).__mro__:
-        if cls.__module__.startswith("transformers."):
-            return cls
-    return type(module)
+        if hasattr(home := sys.modules[cls.__module__], "eager_attention_forward"):
+            return home.eager_attention_forward
+    raise AssertionError(f"no eager attention beside {type(module).__name__}")
 
 
 def enable(attentions: list[nn.Module], config: Any) -> None:
@@ -160,8 +154,26 @@ def enable(attentions: list[nn.Module], config: Any) -> None:
     They get a copy of the configuration that names it; the model's own configuration, and so its
     masks, still name the implementation the user chose, which is read at every call.
     """
-    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
     own = copy.copy(config)
     own._attn_implementation = IMPLEMENTATION
     for attention in attentions:
         attention.config = own
+
+
+def delay_key_norms(attentions: list[Any], model_type: str) -> None:
+    for attention in attentions:
+        if not hasattr(attention, "k_norm"):
+            raise ConfigError(
+                f"routing.key_norm='after_rope' moves a key norm, and {model_type} has none; "
+                "leave it out, or use a family with QK-norm such as qwen3"
+            )
+        norm = attention.k_norm
+        attention.k_norm = adopted(routed_class(type(norm), LateNorm), norm)
+
+
+def restore_key_norms(attentions: list[Any]) -> None:
+    for attention in attentions:
+        norm = getattr(attention, "k_norm", None)
+        if isinstance(norm, LateNorm):
+            attention.k_norm = adopted(plain_class(type(norm), LateNorm), norm)

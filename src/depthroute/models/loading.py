@@ -16,10 +16,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
 from depthroute.errors import CheckpointError
-from depthroute.models import folder, saving
+from depthroute.models import adapter, folder
 from depthroute.models.architecture import ARCHITECTURES, architecture_for
-from depthroute.models.auto import MODEL_TYPE, RoutedConfigMixin, check_routing
-from depthroute.models.causal_lm import RoutedCausalLM
+from depthroute.models.configuration import MODEL_TYPE, RoutedConfigMixin, check_routing
 from depthroute.models.loaded import check_tensors, first_line, in_one_line
 
 _HUB_OPTIONS = (
@@ -58,7 +57,7 @@ def plain_config(base: Any, **options: Any) -> Any:
 
 def load_model(name: Any, **options: Any) -> Any:
     """Whatever the folder or hub id holds: a plain model, a routed one, or an adapter."""
-    if saving.is_adapter(name):
+    if adapter.is_adapter(name):
         return from_pretrained(name, **options)
     _judge(name, options)
     return _load(name, **options)
@@ -70,8 +69,8 @@ def from_pretrained(path: Any, **options: Any) -> Any:
     An adapter folder is attached to the base it names, a hub id or a path (a relative one as seen
     from the working directory); to another copy of the base with :func:`load_adapter`.
     """
-    if saving.is_adapter(path):
-        return saving.load_adapter(_base_of(path, **options), path)
+    if adapter.is_adapter(path):
+        return adapter.load_adapter(_base_of(path, **options), path)
     _judge(path, options)
     config = _config(path, **options)
     if not isinstance(config, RoutedConfigMixin):
@@ -112,22 +111,22 @@ def has_tokenizer(name: Any) -> bool:
 
 def tokenizer_source(name: Any) -> Any:
     """An adapter folder has no tokenizer of its own; its base has."""
-    if not saving.is_adapter(name):
+    if not adapter.is_adapter(name):
         return name
-    return saving.read_adapter(name)[0]["base_model_name_or_path"] or name
+    return adapter.read_adapter(name)[0]["base_model_name_or_path"] or name
 
 
-def _base_of(adapter: Any, **options: Any) -> Any:
-    base = saving.read_adapter(adapter)[0]["base_model_name_or_path"]
+def _base_of(path: Any, **options: Any) -> Any:
+    base = adapter.read_adapter(path)[0]["base_model_name_or_path"]
     if base is None:
         raise CheckpointError(
-            f"the adapter in {str(adapter)!r} does not record its base; load that yourself and "
+            f"the adapter in {str(path)!r} does not record its base; load that yourself and "
             "call depthroute.load_adapter(model, path)"
         )
     try:
         return load_plain(base, **options)
     except CheckpointError as error:
-        raise CheckpointError(f"the base of the adapter in {str(adapter)!r}: {error}") from error
+        raise CheckpointError(f"the base of the adapter in {str(path)!r}: {error}") from error
 
 
 def _load(name: Any, **options: Any) -> Any:
@@ -140,7 +139,7 @@ def _load(name: Any, **options: Any) -> Any:
             ignore_mismatched_sizes=True,  # an error all the same, with the tensor's name
         )
     model, info = loaded
-    if not isinstance(model, RoutedCausalLM):  # which has looked itself
+    if not isinstance(model.config, RoutedConfigMixin):  # which has looked itself
         check_tensors(name, model, info)
     return (model.eval(), info) if wants_info else model.eval()
 

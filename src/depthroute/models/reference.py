@@ -7,7 +7,6 @@ it, so loading them is naming alone.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen3Config
 
 from depthroute.config import RoutingConfig
 from depthroute.errors import CheckpointError, ConfigError, unknown
 from depthroute.models.convert import from_config
+from depthroute.models.folder import read_object
 from depthroute.plan import FINAL, Plan
 
 logger = logging.getLogger("depthroute")
@@ -150,34 +152,29 @@ def load_reference(
 
 
 def _load(model: Any, tensors: dict[str, Tensor]) -> None:
-    if model.config.tie_word_embeddings:
-        tensors.pop("lm_head.weight", None)
     expected = model.state_dict()
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    missing = sorted(set(expected) - set(tensors) - tied)
-    foreign = sorted(set(tensors) - set(expected))
-    wrong = [k for k in tensors if k in expected and tensors[k].shape != expected[k].shape]
+    if model.config.tie_word_embeddings:
+        for names in (tensors, expected):
+            names.pop("lm_head.weight", None)
+    missing, foreign = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     for keys, what in ((missing, "has no"), (foreign, "has an unknown")):
         if keys:
             raise CheckpointError(
-                f"the checkpoint {what} {keys[0]!r} ({len(keys)} such keys); it must hold exactly "
-                "the parameters of the configuration given with it"
+                f"the checkpoint {what} {min(keys)!r} ({len(keys)} such keys); it must hold "
+                "exactly the parameters of the configuration given with it"
             )
-    if wrong:
-        key = wrong[0]
-        raise CheckpointError(
-            f"{key!r} has shape {tuple(tensors[key].shape)} and the configuration asks for "
-            f"{tuple(expected[key].shape)}; the configuration belongs to another checkpoint"
-        )
+    for key, tensor in tensors.items():
+        if tensor.shape != expected[key].shape:
+            raise CheckpointError(
+                f"{key!r} has shape {tuple(tensor.shape)} and the configuration asks for "
+                f"{tuple(expected[key].shape)}; the configuration belongs to another checkpoint"
+            )
     model.load_state_dict(tensors, strict=False)
 
 
 def _read_tensors(source: Mapping[str, Tensor] | str | Path) -> Mapping[str, Tensor]:
     if isinstance(source, Mapping):
         return source
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
         return load_file(source)
     except (OSError, SafetensorError) as error:
@@ -188,6 +185,6 @@ def _read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return dict(source)
     try:
-        return dict(json.loads(Path(source).read_text()))
-    except (OSError, ValueError) as error:
+        return read_object(source)
+    except CheckpointError as error:
         raise CheckpointError(f"cannot read the configuration {str(source)!r}: {error}") from error

@@ -322,6 +322,23 @@ class ResidualStream:
         after = replace(self, sources=sources, partial=partial, state=state, pending=None)
         return after if place.opens_group is None else after._open_group(place.opens_group)
 
+    def edited(self, delta: Tensor) -> ResidualStream:
+        """The stream as if the last sublayer had put out ``delta`` more; before any has run, as if
+        the embedding had been larger by it."""
+        if self.pending is not None:
+            return self.settled().edited(delta)
+        plan, sources, partial = self.plan, self.sources, self.partial
+        # whether the newest source holds what was put out last
+        is_newest = self.place.starts_block and plan.stores in ("deltas", "states")
+        if partial is not None:
+            partial = partial + delta
+        elif sources and (is_newest or self.index == 0):
+            sources = (*sources[:-1], sources[-1] + delta)
+        state = None if self.state is None else self.state + delta
+        after = replace(self, sources=sources, partial=partial, state=state)
+        group = self.place.opens_group if self.priors else None
+        return after if group is None else after._open_group(group)
+
     def _open_group(self, group: range) -> ResidualStream:
         """Phase 1 for the group that starts here, if the queries ahead are known."""
         if self.sites is None:

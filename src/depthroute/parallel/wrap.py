@@ -52,7 +52,7 @@ def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any
 
 def decoder_layers(model: Any) -> list[nn.Module]:
     spec = architecture_for(model.config)
-    return list(getattr(getattr(model, spec.decoder), spec.layers)._modules.values())
+    return list(getattr(model.base_model, spec.layers)._modules.values())
 
 
 def unwrapped(model: Any) -> Any:

@@ -26,7 +26,7 @@ from depthroute.json_shape import ANYTHING, NUMBER, WHOLE, check
 from depthroute.models import saving
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
-from depthroute.models.routed import plan_for
+from depthroute.models.model import plan_for
 from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap

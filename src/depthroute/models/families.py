@@ -1,0 +1,75 @@
+"""The routed classes of every family: configuration, decoder and causal model, made when first
+needed and known to transformers' Auto classes from then on."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+import transformers
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from depthroute.models.adoption import routed_class
+from depthroute.models.architecture import ARCHITECTURES, Architecture
+from depthroute.models.configuration import RoutedConfigMixin
+from depthroute.models.depth_attention import LateNorm
+from depthroute.models.model import RoutedCausalLM, RoutedDecoder
+from depthroute.models.routed import RoutedLayer
+
+
+class Family(NamedTuple):
+    config: Any
+    """``RoutedLlamaConfig`` for the Llama entry, and so on."""
+    decoder: Any
+    causal_lm: Any
+
+
+@cache
+def routed_family(architecture: Architecture) -> Family:
+    base = CONFIG_MAPPING[architecture.model_type]
+    config = routed_class(base, RoutedConfigMixin)
+    decoder = _model_class(MODEL_MAPPING[base], RoutedDecoder, architecture, config)
+    causal_lm = _model_class(
+        getattr(transformers, architecture.causal_lm), RoutedCausalLM, architecture, config
+    )
+    causal_lm.decoder_class = decoder
+    # a decoder is also loaded from a causal model's checkpoint, which holds a head besides
+    others = decoder._keys_to_ignore_on_load_unexpected or ()
+    decoder._keys_to_ignore_on_load_unexpected = [*others, r"^lm_head\."]
+    AutoModel.register(config, decoder, exist_ok=True)
+    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
+    return Family(config, decoder, causal_lm)
+
+
+def _model_class(base: Any, mixin: Any, architecture: Architecture, config: Any) -> Any:
+    cls = routed_class(base, mixin)
+    cls.architecture, cls.config_class = architecture, config
+    # transformers notes what it can record when it builds a model, and adopted ones are not built
+    _CAN_RECORD_REGISTRY[str(cls)] = base._can_record_outputs
+    return cls
+
+
+def __getattr__(name: str) -> Any:
+    """Classes are made when first needed; unpickling in a new process needs them by name."""
+    for architecture in ARCHITECTURES.values() if name.startswith(("Routed", "Late")) else ():
+        if name == f"Routed{CONFIG_MAPPING[architecture.model_type].__name__}":
+            return routed_family(architecture).config
+        modeling = sys.modules[getattr(transformers, architecture.causal_lm).__module__]
+        if isinstance(base := getattr(modeling, name.removeprefix("Late"), None), type):
+            return routed_class(base, LateNorm)
+        base = getattr(modeling, name.removeprefix("Routed"), None)
+        if not isinstance(base, type) or not issubclass(base, nn.Module):
+            continue
+        if not issubclass(base, transformers.PreTrainedModel):
+            return routed_class(base, RoutedLayer)
+        for cls in routed_family(architecture)[1:]:
+            if name == cls.__name__:
+                return cls
+    if name.startswith("Late") and hasattr(nn, name.removeprefix("Late")):
+        return routed_class(getattr(nn, name.removeprefix("Late")), LateNorm)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

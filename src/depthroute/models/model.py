@@ -1,0 +1,277 @@
+"""Routed models: a family's own decoder (``LlamaModel``) over routed layers, and the family's
+causal language model over that. Forward, loss and generate are the family's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import transformers
+from torch import Tensor, nn
+
+from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.models import depth_attention, saving
+from depthroute.models.adoption import adopted, plain_class
+from depthroute.models.architecture import Architecture, architecture_for
+from depthroute.models.folder import check_weights
+from depthroute.models.loaded import check_tensors, in_one_line
+from depthroute.models.routed import LoopedLayers, plain_layer, routed_layer
+from depthroute.nn import Site, Sites
+from depthroute.plan import Plan
+
+if TYPE_CHECKING:
+    _Base = transformers.PreTrainedModel
+else:
+    _Base = object
+
+
+class RoutedModel(_Base):
+    """What a routed decoder and a routed causal model have in common."""
+
+    architecture: Architecture
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._route(plan_for(config, config.routing_config()))
+        self.post_init()
+
+    def _route(self, plan: Plan) -> None:
+        """Put routed modules in the place of the family's, in a model that has none yet."""
+        raise NotImplementedError
+
+    @property
+    def _decoder(self) -> RoutedDecoder:
+        return self.base_model  # pyright: ignore[reportReturnType]
+
+    @property
+    def sites(self) -> Sites:
+        """Every site in reading order, by name: ``layers.3.attention``, ..., ``final``.
+
+        Those in use, where PEFT keeps a trained copy beside the original.
+        """
+        return self._decoder.routing.active
+
+    @property
+    def plan(self) -> Plan:
+        return self.sites.plan
+
+    def routing_parameters(self) -> list[nn.Parameter]:
+        return list(self.sites.parameters())
+
+    def print_trainable_parameters(self) -> None:
+        """Parameters, trainable parameters, and how many of them route."""
+        parameters = list(self.parameters())
+        total = sum(p.numel() for p in parameters)
+        trainable = sum(p.numel() for p in parameters if p.requires_grad)
+        routing = sum(p.numel() for p in self.routing_parameters())
+        print(
+            f"trainable params: {trainable:,} || all params: {total:,} || "
+            f"trainable%: {100 * trainable / total:.4f} || routing params: {routing:,} "
+            f"({100 * routing / total:.4f}%) at {len(self.sites)} sites"
+        )
+
+    def freeze_base(self) -> None:
+        """Train the routing alone."""
+        self.requires_grad_(False)
+        for parameter in self.routing_parameters():
+            parameter.requires_grad_(True)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *args: Any,
+        adapter_only: bool = False,
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Write configuration and weights, or with ``adapter_only`` the routing alone.
+
+        The folder changes at once when everything is written; an interrupted save leaves what was
+        there, and a model that this library did not write is never replaced. Other arguments are
+        those of ``PreTrainedModel.save_pretrained``.
+        """
+        if not is_main_process:
+            return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", Path(save_directory).name)
+        with saving.replacing(save_directory) as folder:
+            self.write_into(folder, *args, adapter_only=adapter_only, **kwargs)
+        return None
+
+    def write_into(
+        self, folder: Path, *args: Any, adapter_only: bool = False, **kwargs: Any
+    ) -> None:
+        """As :meth:`save_pretrained`, into a folder that is nobody's yet."""
+        if adapter_only:
+            saving.save_adapter(self, folder)
+        else:
+            super().save_pretrained(folder, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but a checkpoint with missing or foreign weights is an error."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        with in_one_line(pretrained_model_name_or_path):
+            if pretrained_model_name_or_path and os.path.isdir(pretrained_model_name_or_path):
+                config: Any = kwargs.get("config")
+                values = config.to_dict() if hasattr(config, "to_dict") else {}
+                check_weights(os.fspath(pretrained_model_name_or_path), values, kwargs)
+            kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, info = loaded
+        check_tensors(pretrained_model_name_or_path, model, info)
+        return (model, info) if wants_info else model
+
+    def merge(self) -> None:
+        """Not possible, and this says why."""
+        raise DepthrouteError(
+            "routing cannot be merged into the base weights: its weights over depth are a softmax "
+            "of each token's own activations, so no fixed matrices compute the same. Keep the "
+            "routed model, or save_pretrained(adapter_only=True) and attach it to its base"
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Site):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class RoutedDecoder(RoutedModel):
+    """Mixed into a family's decoder."""
+
+    routing: Sites
+
+    @classmethod
+    def adopting(cls, decoder: Any, plan: Plan) -> Any:
+        """A routed decoder of what the family's ``decoder`` holds."""
+        _refuse_replaced_forwards(decoder, cls.architecture)
+        routed = adopted(cls, decoder)
+        routed._route(plan)
+        return routed
+
+    def _route(self, plan: Plan) -> None:
+        spec, config = self.architecture, self.config
+        plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
+        attentions = [getattr(layer, spec.attention.module) for layer in plain]
+        _refuse_linear(attentions, plan, spec)
+        if plan.method == "depth_attention":
+            depth_attention.enable(attentions, config)
+        if plan.key_norm == "after_rope":
+            depth_attention.delay_key_norms(attentions, spec.model_type)
+        layers = [routed_layer(layer, spec, config) for layer in plain]
+        layers[0].decoder = (self,)
+        listed = LoopedLayers(layers, plan.loops) if plan.loops > 1 else nn.ModuleList(layers)
+        setattr(self, spec.layers, listed)
+        weight = next(filter(_is_wide, self.parameters()))
+        sites = Sites(plan, config.hidden_size)
+        self.routing = sites.to(device=weight.device, dtype=weight.dtype)
+        names = {type(layer).__name__ for layer in layers}
+        self._no_split_modules = names | set(self._no_split_modules or ())
+
+    def reverted(self) -> Any:
+        """The family's decoder of what this one holds."""
+        spec = self.architecture
+        _refuse_replaced_forwards(self, spec)
+        if self.plan.loops > 1:
+            raise ConfigError(
+                "a looped model has no plain counterpart: its layers are run "
+                f"{self.plan.loops} times with the same weights"
+            )
+        plain = adopted(plain_class(type(self), RoutedDecoder), self)
+        layers = [plain_layer(layer) for layer in getattr(self, spec.layers)]
+        depth_attention.restore_key_norms([getattr(x, spec.attention.module) for x in layers])
+        setattr(plain, spec.layers, nn.ModuleList(layers))
+        del plain.routing
+        plain._no_split_modules = _family_names(self._no_split_modules)
+        return plain
+
+
+class RoutedCausalLM(RoutedModel):
+    """Mixed into a family's ``...ForCausalLM``."""
+
+    decoder_class: ClassVar[type[RoutedDecoder]]
+
+    @classmethod
+    def adopting(cls, model: Any, config: Any) -> Any:
+        """A routed model of what the family's ``model`` holds, with the configuration ``config``
+        in place of its own."""
+        routed = adopted(cls, model)
+        _set_config(routed, config)
+        routed._route(plan_for(config, config.routing_config()))
+        return routed
+
+    def _route(self, plan: Plan) -> None:
+        decoder = self.decoder_class.adopting(self.base_model, plan)
+        setattr(self, self.base_model_prefix, decoder)
+        self._no_split_modules = decoder._no_split_modules | set(self._no_split_modules or ())
+
+    def reverted(self, config: Any) -> Any:
+        """The family's model of what this one holds, with the configuration ``config``."""
+        plain = adopted(plain_class(type(self), RoutedCausalLM), self)
+        setattr(plain, self.base_model_prefix, self._decoder.reverted())
+        plain._no_split_modules = _family_names(self._no_split_modules)
+        _set_config(plain, config)
+        return plain
+
+
+def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:
+    """The plan of a Hugging Face configuration whose ``num_hidden_layers`` counts every visit."""
+    spec = architecture_for(config)
+    return routing.resolve(
+        config.num_hidden_layers,
+        width=config.hidden_size,
+        eps=getattr(config, spec.eps),
+        converting=converting,
+        sublayers=spec.sublayers(config),
+    )
+
+
+def _set_config(model: Any, config: Any) -> None:
+    """Point every module that holds a configuration of the model at the new one."""
+    old = type(model.config)
+    for module in model.modules():
+        if isinstance(module.__dict__.get("config"), old):
+            module.config = config
+
+
+def _family_names(names: Any) -> set[str]:
+    """Of modules that a device map keeps whole, without those of routed ones."""
+    return {name for name in names or () if not name.startswith("Routed")}
+
+
+def _refuse_replaced_forwards(decoder: Any, spec: Architecture) -> None:
+    """Where somebody has put a ``forward`` on a module itself, another class is in vain.
+
+    The one that was put there would go on calling the class's of before.
+    """
+    for part in (decoder, *decoder.children(), *getattr(decoder, spec.layers)):
+        if "forward" in vars(part):
+            raise ConfigError(
+                f"the model's {type(part).__name__} has a forward of its own, as accelerate gives "
+                "it for a device_map over several devices, and patches do; convert or revert the "
+                "model first, then spread, offload or patch it (a routed model that was saved is "
+                "loaded with device_map like any other)"
+            )
+
+
+def _is_wide(parameter: Tensor) -> bool:
+    """Whether routing can be kept in its dtype; quantised weights are bytes or whole numbers."""
+    return parameter.is_floating_point() and parameter.element_size() > 1
+
+
+def _refuse_linear(attentions: list[Any], plan: Plan, spec: Architecture) -> None:
+    linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
+    where = f"layers {linear} of this {spec.model_type} model are linear attention"
+    if linear and plan.method == "depth_attention":
+        raise ConfigError(
+            f"depth attention mixes the values of softmax attention, and {where}; use "
+            "method='attnres' or 'delta'"
+        )
+    if linear and plan.loops > 1:
+        raise ConfigError(
+            f"routing.loops={plan.loops} needs a cache with keys and values of every visit, and "
+            f"{where}, whose one state the visits would overwrite; leave loops out"
+        )

@@ -1,0 +1,58 @@
+"""What one routed layer hands to the next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from depthroute.nn import DepthMemory, ResidualStream, Routing
+
+
+class LayerState(NamedTuple):
+    """The residual stream and, for depth attention, the keys and values of earlier layers."""
+
+    stream: ResidualStream
+    memory: DepthMemory | None
+
+    @classmethod
+    def start(cls, embedding: Tensor, routing: Routing) -> LayerState:
+        plan, observer = routing.plan, routing.observer
+        stream = ResidualStream.start(embedding, plan, sites=routing, observer=observer)
+        if plan.method != "depth_attention":
+            return cls(stream, None)
+        return cls(stream, DepthMemory(plan, observer=observer))
+
+    @property
+    def layer(self) -> int:
+        """The next one to run, every visit counted."""
+        return self.stream.index // len(self.stream.plan.sublayers)
+
+    def edited(self, delta: Tensor) -> LayerState:
+        return self._replace(stream=self.stream.edited(delta))
+
+    def handed_on(self) -> LayerState | Tensor:
+        """Itself, and after the last layer what the final norm reads."""
+        stream = self.stream
+        if stream.index < stream.plan.num_sublayers:
+            return self
+        assert stream.sites is not None
+        return stream.finish(stream.sites.at(stream.index))
+
+    def tensors(self) -> list[Tensor]:
+        tensors = self.stream.tensors()
+        if self.memory is not None:
+            tensors += [*self.memory.keys, *self.memory.values]
+        return tensors
+
+    def emptied(self) -> LayerState:
+        return LayerState(self.stream.emptied(), self.memory and self.memory.emptied())
+
+    def with_tensors(self, tensors: list[Tensor], layer: int) -> LayerState:
+        """The state before ``layer`` that holds ``tensors``."""
+        memory, rest = self.memory, list(tensors)
+        if memory is not None:
+            split = len(rest) - 2 * memory.num_held(layer)
+            memory, rest = memory.with_tensors(rest[split:], layer), rest[:split]
+        index = layer * len(self.stream.plan.sublayers)
+        return LayerState(self.stream.with_tensors(rest, index), memory)
