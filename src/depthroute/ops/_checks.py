@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError, unknown
@@ -32,36 +33,37 @@ def check_mix(
             f"residual has shape {tuple(residual.shape)} and the sources {tuple(first.shape)}; "
             "they must be equal"
         )
-    weights = {"query": query, "key_weight": key_weight}
-    _check_width(weights, first.shape[-1], heads)
-    _check_kind({"sources[0]": first, **weights, "residual": residual}, first)
+    _check_width(query, key_weight, first.shape[-1], heads)
+    named = ("sources[0]", first), ("query", query), ("key_weight", key_weight)
+    _check_kind((*named, ("residual", residual)), first.device)
 
 
 def _check_alike(every: Sequence[Tensor], num_sources: int) -> None:
     """One shape and device, and of the first ``num_sources`` one dtype."""
     first = every[0]
-    if first.ndim == 0:
+    shape, dtype, device = first.shape, first.dtype, first.device
+    if not shape:
         raise DepthrouteError("sources[0] is a single number; sources are [..., D]")
     for n, source in enumerate(every):
-        if source.shape != first.shape:
+        if source.shape != shape:
             raise DepthrouteError(
                 f"sources[{n}] has shape {tuple(source.shape)} and sources[0] "
                 f"{tuple(first.shape)}; all sources must have one shape [..., D]"
             )
-        if n < num_sources and source.dtype != first.dtype:
+        if n < num_sources and source.dtype != dtype:
             raise DepthrouteError(
                 f"sources[{n}] is {source.dtype} and sources[0] {first.dtype}; "
                 "cast them to one dtype"
             )
-        if source.device != first.device:
+        if source.device != device:
             raise DepthrouteError(
                 f"sources[{n}] is on {source.device} and sources[0] on {first.device}; "
                 "move them to one device"
             )
 
 
-def _check_width(weights: Mapping[str, Tensor | None], width: int, heads: int) -> None:
-    for name, tensor in weights.items():
+def _check_width(query: Tensor, key_weight: Tensor | None, width: int, heads: int) -> None:
+    for name, tensor in (("query", query), ("key_weight", key_weight)):
         if tensor is not None and tensor.shape != (width,):
             raise DepthrouteError(
                 f"{name} has shape {tuple(tensor.shape)}; sources of width {width} need [{width}]"
@@ -72,8 +74,8 @@ def _check_width(weights: Mapping[str, Tensor | None], width: int, heads: int) -
         )
 
 
-def _check_kind(named: Mapping[str, Tensor | None], first: Tensor) -> None:
-    for name, tensor in named.items():
+def _check_kind(named: Sequence[tuple[str, Tensor | None]], device: torch.device) -> None:
+    for name, tensor in named:
         if tensor is None:
             continue
         if not tensor.is_floating_point():
@@ -81,10 +83,9 @@ def _check_kind(named: Mapping[str, Tensor | None], first: Tensor) -> None:
                 f"{name} is {tensor.dtype}, and a mix of such numbers would be cut off; cast it to "
                 "a floating dtype"
             )
-        if tensor.device != first.device:
+        if tensor.device != device:
             raise DepthrouteError(
-                f"{name} is on {tensor.device} and the sources on {first.device}; move them to one "
-                "device"
+                f"{name} is on {tensor.device} and the sources on {device}; move them to one device"
             )
 
 

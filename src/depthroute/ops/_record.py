@@ -70,10 +70,10 @@ class Mix(NamedTuple):
 
     def dtypes(self) -> Mix:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
-        reads_last, _, heads, slice_norm, offset, _, _, *kept = self.settings
-        numbers = reads_last, 0.0, heads, slice_norm, offset, 0.0, 0.0
-        dtypes = [None if t is None else t.dtype for t in self.tensors]
-        return Mix._make((tuple(map(dtype_of, self.sources)), *dtypes, *numbers, *kept))
+        sources, query, a, b, c, d, e, f, reads_last, _, heads, slices, offset, _, _, *kept = self
+        dtypes = [None if t is None else t.dtype for t in (a, b, c, d, e, f)]
+        numbers = reads_last, 0.0, heads, slices, offset, 0.0, 0.0
+        return Mix._make((tuple(map(dtype_of, sources)), query.dtype, *dtypes, *numbers, *kept))
 
     @property
     def example(self) -> Tensor:
@@ -161,8 +161,7 @@ class MixBackward(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that are not in lists."""
-        grad, _, grad_state, grad_last, _, _, *others = self[:13]
-        return grad, grad_state, grad_last, *others
+        return self.grad, self.grad_state, self.grad_last, *self[6:13]
 
     def with_tensors(self, grads_y: Any, carried: Any, sources: Any, tensors: Any) -> MixBackward:
         grad, grad_state, grad_last, *others = tensors
@@ -171,17 +170,14 @@ class MixBackward(NamedTuple):
 
     def dtypes(self) -> MixBackward:
         """As :meth:`Mix.dtypes`."""
-        grad, grads_y, grad_state, grad_last, carried, sources, *others = self[:13]
-        heads, slice_norm, offset, _, *flags = self[13:]
-        first = [None if t is None else t.dtype for t in (grad, grad_state, grad_last)]
-        lists = [tuple(map(dtype_of, listed)) for listed in (grads_y, carried, sources)]
-        dtypes = [None if t is None else t.dtype for t in others]
-        return MixBackward._make(
-            (
-                *(first[0], lists[0], first[1], first[2], lists[1], lists[2]),
-                *(*dtypes, heads, slice_norm, offset, 0.0, *flags),
-            )
-        )
+        grad, grads_y, state, last, carried, sources, a, b, c, d, e, f, g, *settings = self
+        heads, slice_norm, offset, _, *flags = settings
+        grad, state, last, *dtypes = [
+            None if t is None else t.dtype for t in (grad, state, last, a, b, c, d, e, f, g)
+        ]
+        terms, carried = tuple(map(dtype_of, grads_y)), tuple(map(dtype_of, carried))
+        first = grad, terms, state, last, carried, tuple(map(dtype_of, sources))
+        return MixBackward._make((*first, *dtypes, heads, slice_norm, offset, 0.0, *flags))
 
 
 class Group(NamedTuple):

@@ -65,17 +65,19 @@ def _scores(
     """
     tokens, width = sources[0].shape
     count, dtype, parts, heads = queries.shape[0], queries.dtype, rstd.shape[-1], logits.shape[-1]
-    sliced = queries.view(count, heads, -1)
-    for n, source in enumerate(sources):
-        s = _as(source, dtype)
+    is_one = heads == 1 and count == 1
+    query, sliced = queries[0], queries.view(count, heads, -1)
+    dots = logits.view(-1, tokens).unbind() if is_one else logits.unbind()
+    for source, norm, dot in zip(sources, rstd.unbind(), dots, strict=True):
+        s = source if source.dtype == dtype else source.to(dtype)
         if parts == 1:
-            torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=rstd[n])
+            torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norm)
         else:
-            torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=rstd[n])
-        if heads == 1 and count == 1:
-            torch.mv(s, queries[0], out=logits[n].view(tokens))
+            torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norm)
+        if is_one:
+            torch.mv(s, query, out=dot)
         else:
-            logits[n] = torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced)
+            dot.copy_(torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced))
     rstd.square_().mul_(parts / width).add_(eps).rsqrt_()
     logits.mul_(rstd.unsqueeze(1))
 
@@ -137,6 +139,39 @@ def _with_prior(
     return [_rows(prior), *sources], torch.cat([_rows(prior_lse).unsqueeze(0), logits])
 
 
+FEW_ELEMENTS = 1 << 15
+"""Of all sources, below which copying them side by side costs less than a call for each: a token or
+a few, as in decoding."""
+
+
+def is_few(mix: Mix) -> bool:
+    """Whether :func:`few_forward` does this mix, if nothing has to be kept for backward."""
+    is_plain = mix.heads == 1 and mix.prior is None and mix.offset == 0
+    return is_plain and len(mix.sources) * mix.sources[0].numel() <= FEW_ELEMENTS
+
+
+@_unrounded
+def few_forward(mix: Mix) -> Tensor:
+    """x alone, in as few calls as possible: there a call costs more than its arithmetic."""
+    query, shape, dtype = mix.query, mix.sources[0].shape, mix.query.dtype
+    count, width, scale = len(mix.sources), shape[-1], mix.scale
+    stacked = _as(torch.stack(mix.sources), dtype)
+    norms = torch.linalg.vector_norm(stacked, dim=-1)
+    rstd = norms.square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
+    weights = torch.softmax(torch.matmul(stacked, query).mul_(rstd), 0)
+    residual = None if mix.residual is None else _as(mix.residual, dtype)
+    if weights.numel() == count:  # one token
+        weights, rows = weights.view(1, count), stacked.view(count, width)
+        if residual is None:
+            x = torch.mm(weights if scale == 1.0 else weights.mul_(scale), rows)
+        else:
+            x = torch.addmm(residual.view(1, width), weights, rows, beta=scale, alpha=scale)
+        return _as(x.view(shape), mix.dtype)
+    x = stacked.mul_(weights.unsqueeze(-1)).sum(0)
+    x = x if residual is None else x.add_(residual)
+    return _as(x if scale == 1.0 else x.mul_(scale), mix.dtype)
+
+
 @_unrounded
 def mix_forward(mix: Mix) -> MixResults:
     query, heads, scale, shape = mix.query, mix.heads, mix.scale, mix.example.shape
@@ -176,10 +211,11 @@ def mix_backward(back: MixBackward) -> MixGradients:
     sources = [_rows(s) for s in back.sources]
     rstd, logits = _split(back.stats, len(sources), _parts(heads, back.slice_norm), heads)
     values, every = _with_prior(prior, back.prior_lse, sources, logits)
+    values = [value if value.dtype == dtype else value.to(dtype) for value in values]
     alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
     u = torch.empty_like(alpha)
-    for n, value in enumerate(values):
-        _pair_dot(dx, _as(value, dtype), heads, u[n])
+    for value, dot in zip(values, u.unbind(), strict=True):
+        _pair_dot(dx, value, heads, dot)
     weighted = alpha * u
     dlogits = torch.addcmul(weighted, alpha, weighted.sum(0), value=-1.0)
     weights = alpha
@@ -189,17 +225,18 @@ def mix_backward(back: MixBackward) -> MixGradients:
     if prior is not None and back.prior_lse is not None:
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
         others = [dprior.view(shape), dlogits[0].clone().view(back.prior_lse.shape)]
-        dlogits, weights = dlogits[1:], weights[1:]
+        dlogits, weights, values = dlogits[1:], weights[1:], values[1:]
     dquery = torch.zeros_like(query)
     through, pull = _through_norm(dlogits, logits, rstd, width)
-    dsources = []
-    for n, source in enumerate(sources):
-        s = _as(source, dtype)
-        _add_query_gradient(dquery, through[n], s, heads)
-        out = _spread(weights[n], width) * dx
-        out.addcmul_(_spread(through[n], width), query.expand_as(out))
-        out.addcmul_(_spread(pull[n], width), s)
-        dsources.append(_as(out, source.dtype).view(shape))
+    dsources, source_dtype = [], sources[0].dtype if sources else dtype
+    factors = (_spread(t, width).unbind() for t in (weights, through, pull))
+    for s, of_query, weight, to_query, to_source in zip(
+        values, through.unbind(), *factors, strict=True
+    ):
+        _add_query_gradient(dquery, of_query, s, heads)
+        out = (weight * dx).addcmul_(to_query, query).addcmul_(to_source, s)
+        out = out if dtype == source_dtype else out.to(source_dtype)
+        dsources.append(out if len(shape) == 2 else out.view(shape))
     return dsources, dquery.unsqueeze(0), others
 
 
@@ -285,6 +322,10 @@ def attention_forward(mix: AttentionMix) -> tuple[Tensor, list[Tensor]]:
     query, keys, values, scaling = mix
     dtype = wide(query.dtype)
     qbar = _grouped_mean(_as(query, dtype), keys[0].shape[1])
+    if len(keys) * values[0].numel() <= FEW_ELEMENTS:
+        every, mixed = _as(torch.stack(keys), dtype), _as(torch.stack(values), dtype)
+        alpha = torch.softmax(torch.linalg.vecdot(qbar, every).mul_(scaling), 0)
+        return _as(mixed.mul_(alpha.unsqueeze(-1)).sum(0), values[-1].dtype), [alpha]
     logits = torch.stack([torch.linalg.vecdot(qbar, _as(k, dtype)) for k in keys])
     alpha = torch.softmax(logits.mul_(scaling), 0)
     weights = alpha.unsqueeze(-1).unbind()

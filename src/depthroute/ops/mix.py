@@ -32,7 +32,7 @@ from depthroute.errors import DepthrouteError
 from depthroute.ops import _record, _torch, reference
 from depthroute.ops._checks import check_boundary, check_mix, weight_offset
 from depthroute.ops._record import NUM_TENSORS, Mix, MixBackward, Mixed, MixGradients, MixResults
-from depthroute.ops.backends import choose, ran_by_definition
+from depthroute.ops.backends import RUNS, choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, applied, from_triton
 from depthroute.ops.private.transforms import refuse_batched
 
@@ -137,13 +137,21 @@ def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: st
             *(key_weight, *plain.tensors, *plain.sources),
         )
     else:
-        x = _call(backend, _folded(plain, key_weight)).x
+        x = _torch_alone(_folded(plain, key_weight))
     assert x is not None
     y = None
     if mix.norm_weight is not None:
         y = reference.rms_norm(x, mix.norm_weight, mix.norm_eps)
     returns_x = wants.x or y is None
     return Boundary(x if returns_x else None, y, state, last if wants.last else None, mix.sources)
+
+
+def _torch_alone(mix: Mix) -> Tensor | None:
+    """x, with nothing kept for backward."""
+    if _torch.is_few(mix) and not torch.compiler.is_compiling():
+        RUNS["depth_mix", "torch"] += 1
+        return _torch.few_forward(mix)
+    return _call("torch", mix).x
 
 
 def fuses_boundary(backend: str, example: Tensor, num_sources: int) -> bool:
@@ -380,23 +388,16 @@ def depth_boundary(
     tensors = residual, extra.prior, extra.prior_lse, extra.norm_weight, output, partial
     check_mix(sources, query, key_weight, tensors, heads, extra.head_norm)
     check_boundary(sources, tensors, extra.reads_last)
-    given = [t for t in (*sources, output, residual, extra.prior) if t is not None]
+    rows = *sources, output, residual, extra.prior, partial, extra.prior_lse
+    given = [t for t in rows if t is not None]
+    offset = weight_offset(extra.centered, extra.adds_sources)
     mix = Mix(
-        list(sources),
-        query,
-        *tensors,
-        reads_last=extra.reads_last,
-        eps=eps,
-        heads=heads,
-        slice_norm=extra.head_norm == "slice",
-        offset=weight_offset(extra.centered, extra.adds_sources),
-        scale=extra.scale,
-        norm_eps=extra.norm_eps,
-        dtype=extra.dtype or given[0].dtype,
+        *(list(sources), query, *tensors, extra.reads_last, eps, heads),
+        *(extra.head_norm == "slice", offset, extra.scale, extra.norm_eps),
+        extra.dtype or given[0].dtype,
     )
     name = "depth_mix" if extra.prior is None else "depth_mix_merge"
-    widest = widest_dtype([*given, *(t for t in (partial, extra.prior_lse) if t is not None)])
-    choice = choose(name, query.device.type, backend, widest, query.shape[0])
+    choice = choose(name, query.device.type, backend, widest_dtype(given), query.shape[0])
     wants = Wants(extra.returns_x, extra.returns_last, extra.hands_on, extra.hands_state_on)
     return boundary(mix, key_weight, wants, choice.backend)
 

@@ -30,6 +30,7 @@ class Plan(NamedTuple):
     is_resident: bool
     launch: layout.Launch
     run: Prepared
+    stats_width: int
 
 
 def _optional(tensor: Tensor | None) -> Tensor | None:
@@ -102,7 +103,7 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
             **flags,
             **shape,
         )
-        return Plan(True, launch, run)
+        return Plan(True, launch, run, mix.stats_width)
     launch = layout.forward_launch(block, mix.num_read, held[0].itemsize)
     launch = layout.changed(launch, forced)
     run = Prepared(
@@ -115,50 +116,44 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
         **flags,
         **shape,
     )
-    return Plan(False, launch, run)
+    return Plan(False, launch, run, mix.stats_width)
 
 
 def mix_forward(mix: Mix) -> MixResults:
-    example, width = mix.example, mix.query.shape[0]
-    itemsize = (mix.sources[0] if mix.sources else example).element_size()
-    fits = _record.fits(mix.num_read, width, itemsize)
+    sources, query, norm_weight, keeps_x = mix.sources, mix.query, mix.norm_weight, mix.keeps_x
+    example, width, count = mix.example, query.shape[0], len(sources) + mix.reads_last
+    fits = _record.fits(count, width, (sources[0] if sources else example).element_size())
     plan = forward_plan(fits, layout.forced_changes("mix"), width, mix.dtypes())
-    if not mix.keeps_x and not plan.is_resident:
+    if not keeps_x and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
     rows = _rows_like(example, mix.dtype)
-    x = rows if mix.keeps_x else None
-    y = None
-    if mix.norm_weight is not None:
-        y = torch.empty_like(rows) if mix.keeps_x else rows
-    stats = mix.query.new_empty(*example.shape[:-1], mix.stats_width)
-    tokens = example.numel() // width
-    if plan.is_resident and tokens:
-        return stats, _held_forward(plan, mix, tokens, x, y, stats)
-    return stats, _streamed_forward(plan, mix, tokens, x, y, stats)
+    x, y = rows if keeps_x else None, None
+    if norm_weight is not None:
+        y = torch.empty_like(rows) if keeps_x else rows
+    stats = query.new_empty(*example.shape[:-1], plan.stats_width)
+    tokens = rows.numel() // width
+    run = _held_forward if plan.is_resident and tokens else _streamed_forward
+    return stats, run(plan, mix, tokens, x, y, stats)
 
 
 def _held_forward(
     plan: Plan, mix: Mix, tokens: int, x: Tensor | None, y: Tensor | None, stats: Tensor
 ) -> list[Tensor]:
     """Writes x, y and stats, and returns what there is of x, y, state and last."""
-    if not are_aligned([*mix.sources, *[t for t in mix.tensors if t is not None]]):
-        mix = mix._replace(
-            **{name: _optional(getattr(mix, name)) for name in Mix._fields[1:8]},
-            sources=[layout.aligned(s) for s in mix.sources],
-        )
-    rows = y if x is None else x
-    assert rows is not None
+    sources, tensors = mix.sources, mix.tensors
+    if not are_aligned([*sources, *[t for t in tensors if t is not None]]):
+        sources, tensors = [layout.aligned(s) for s in sources], [_optional(t) for t in tensors]
+    query, residual, prior, prior_lse, norm_weight, output, partial = tensors
     state = last = None
-    if mix.output is not None:
-        state = None if mix.residual is None else torch.empty_like(rows)
-        last = None if mix.partial is None else torch.empty_like(rows)
+    if output is not None:
+        rows: Any = y if x is None else x
+        state = None if residual is None else torch.empty_like(rows)
+        last = None if partial is None else torch.empty_like(rows)
+    given = query, output, partial, residual, prior, prior_lse, norm_weight
     plan.run(
-        layout.num_programs(plan.launch, tokens, rows.device),
-        (mix.sources,),
-        (
-            *(mix.query, mix.output, mix.partial, mix.residual, mix.prior, mix.prior_lse),
-            *(mix.norm_weight, x, y, state, last, stats),
-        ),
+        layout.num_programs(plan.launch, tokens, stats.device),
+        (sources,),
+        (*given, x, y, state, last, stats),
         (tokens, mix.eps, mix.scale, mix.norm_eps),
     )
     return [t for t in (x, y, state, last) if t is not None]
@@ -237,7 +232,7 @@ def backward_plan(
             **flags,
             **shape,
         )
-        return Plan(True, launch, run)
+        return Plan(True, launch, run, stats_width)
     from_mix, query = back.low is not None, back.query
     launch = layout.backward_launch(block, count, itemsize, from_mix, has_carried)
     launch = layout.changed(launch, forced)
@@ -251,7 +246,7 @@ def backward_plan(
         **flags,
         **shape,
     )
-    return Plan(False, launch, run)
+    return Plan(False, launch, run, stats_width)
 
 
 class Written(NamedTuple):
@@ -265,79 +260,81 @@ class Written(NamedTuple):
 
 
 def _written(back: MixBackward) -> Written:
+    sources, prior, prior_lse, dtype = back.sources, back.prior, back.prior_lse, back.state_dtype
     dprior = dprior_lse = dstate = doutput = None
-    if back.prior is not None and back.prior_lse is not None:
-        dprior, dprior_lse = torch.empty_like(back.prior), torch.empty_like(back.prior_lse)
-    if back.state_dtype is not None:
-        like = back.sources[0] if back.sources else None
-        if like is None:
-            like = back.query.expand(*back.stats.shape[:-1], back.query.shape[0])
-        dstate = _rows_like(like, back.state_dtype)
+    if prior is not None and prior_lse is not None:
+        dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
+    if dtype is not None:
+        leading, width = back.stats.shape[:-1], back.query.shape[0]
+        like = sources[0] if sources else back.query.expand(*leading, width)
+        dstate = _rows_like(like, dtype)
         doutput = torch.empty_like(dstate) if back.writes_output else None
-    return Written(list(map(torch.empty_like, back.sources)), dprior, dprior_lse, dstate, doutput)
+    return Written(list(map(torch.empty_like, sources)), dprior, dprior_lse, dstate, doutput)
 
 
 def mix_backward(back: MixBackward) -> MixGradients:
-    stats_width, width, count = back.stats.shape[-1], back.query.shape[0], len(back.sources)
-    tokens = back.stats.numel() // stats_width
-    fits = count > 0 and _record.fits(count, width, back.sources[0].element_size())
+    sources, query, stats = back.sources, back.query, back.stats
+    stats_width, width, count = stats.shape[-1], query.shape[0], len(sources)
+    tokens = stats.numel() // stats_width
+    fits = count > 0 and _record.fits(count, width, sources[0].element_size())
     changes = layout.forced_changes("mix")
     plan = backward_plan(fits, changes, width, stats_width, back.dtypes())
     if back.mixes_again and not plan.is_resident:
         raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
     given = [t for t in back.tensors if t is not None]
-    if not are_aligned([*back.sources, *back.carried, *back.grads_y, *given]):
+    if not are_aligned([*sources, *back.carried, *back.grads_y, *given]):
         grads_y, carried, sources = (
-            list(map(layout.aligned, t)) for t in (back.grads_y, back.carried, back.sources)
+            list(map(layout.aligned, t)) for t in (back.grads_y, back.carried, sources)
         )
         back = back.with_tensors(grads_y, carried, sources, [_optional(t) for t in back.tensors])
     written = _written(back)
     others = [t for t in written[1:] if t is not None]
     num_weights = 1 if back.norm_weight is None else 2
     if tokens == 0:
-        return written.dsources, back.query.new_zeros(num_weights, width), others
-    programs = layout.num_programs(plan.launch, tokens, back.stats.device)
-    partial = back.query.new_empty(programs, num_weights, width)
+        return written.dsources, query.new_zeros(num_weights, width), others
+    programs = layout.num_programs(plan.launch, tokens, stats.device)
+    partial = query.new_empty(programs, num_weights, width)
     run = _held_backward if plan.is_resident else _streamed_backward
-    run(plan, programs, back, written, partial)
+    run(plan, programs, tokens, back, written, partial)
     return written.dsources, sum_rows(partial), others
 
 
 def _held_backward(
-    plan: Plan, programs: int, back: MixBackward, written: Written, partial: Tensor
+    plan: Plan, programs: int, tokens: int, back: MixBackward, written: Written, partial: Tensor
 ) -> None:
+    grad, grad_state, grad_last, query, prior, prior_lse, norm_weight, x, _, stats = back.tensors
+    dsources, dprior, dprior_lse, dstate, doutput = written
     plan.run(
         programs,
-        (back.sources, written.dsources, back.carried or None, back.grads_y or None),
+        (back.sources, dsources, back.carried or None, back.grads_y or None),
         (
-            *(back.grad, back.grad_state, back.grad_last, back.query, back.x),
-            *(back.prior, back.prior_lse, back.norm_weight, back.stats),
-            *(written.dstate, written.doutput, written.dprior, written.dprior_lse, partial),
+            *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, stats),
+            *(dstate, doutput, dprior, dprior_lse, partial),
         ),
-        (back.stats.numel() // back.stats.shape[-1], back.scale),
+        (tokens, back.scale),
     )
 
 
 def _streamed_backward(
-    plan: Plan, programs: int, back: MixBackward, written: Written, partial: Tensor
+    plan: Plan, programs: int, tokens: int, back: MixBackward, written: Written, partial: Tensor
 ) -> None:
-    terms, dsources = back.grads_y, written.dsources
+    grad, grad_state, grad_last, query, prior, prior_lse, norm_weight, x, low, stats = back.tensors
+    dsources, dprior, dprior_lse, dstate, doutput = written
+    terms = back.grads_y
     grad_y = sum(terms[1:], start=terms[0]) if terms else None
     lists = [back.sources, dsources, back.carried] if back.carried else [back.sources, dsources]
     tables = layout.pack(lists, back.stats)
-    stats_width = back.stats.shape[-1]
     plan.run(
         programs,
         (),
         (
             *(*tables, None)[:3],
-            *(back.grad, grad_y, back.grad_state, back.query, back.x, back.low),
-            *(back.prior, back.prior_lse, back.norm_weight, back.stats),
-            *(written.dstate, written.dprior, written.dprior_lse, partial),
+            *(grad, grad_y, grad_state, query, x, low, prior, prior_lse, norm_weight, stats),
+            *(dstate, dprior, dprior_lse, partial),
         ),
-        (back.stats.numel() // stats_width, len(back.sources), stats_width, back.scale),
+        (tokens, len(back.sources), plan.stats_width, back.scale),
     )
-    if written.doutput is not None:
-        added = dsources[-1] if back.reads_last else back.grad_last
-        assert written.dstate is not None and added is not None
-        torch.add(written.dstate, added, out=written.doutput)
+    if doutput is not None:
+        added = dsources[-1] if back.reads_last else grad_last
+        assert dstate is not None and added is not None
+        torch.add(dstate, added, out=doutput)

@@ -41,12 +41,13 @@ class Op:
         self.counted = name.replace("_triton", ""), backend
         self.is_opaque = backend == "triton"
         _library.define(name + _schema(record, results), tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, self._run, "CompositeExplicitAutograd")
+        run = self._runner()
+        _library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"depthroute::{name}", fake, lib=_library)
         torch.library.register_autograd(f"depthroute::{name}", no_derivative, lib=_library)
         self.dispatched = getattr(torch.ops.depthroute, name).default
         for device in ("CPU", "CUDA") if IS_KNOWN else ():
-            self._shorten(name, device)
+            self._shorten(name, device, run)
 
     def __call__(self, record: Any) -> Any:
         """Without the dispatcher where its own operations are torch's: that is what costs most on a
@@ -56,18 +57,24 @@ class Op:
         RUNS[self.counted] += 1
         return self.function(record)
 
-    def _run(self, *arguments: Any) -> Any:
-        RUNS[self.counted] += 1
-        results = self.function(self.record._make(arguments))
-        if self.is_opaque:
-            return results
-        # as its fake says; eagerly the order of the inputs is kept, which saves copies
-        return pytree.tree_map(torch.Tensor.contiguous, results)
+    def _runner(self) -> Callable[..., Any]:
+        """What the dispatcher calls. Everything in it is paid some hundred times a step."""
+        function, record, counted = self.function, self.record._make, self.counted
 
-    def _shorten(self, name: str, device: str) -> None:
+        def run(*arguments: Any) -> Any:
+            RUNS[counted] += 1
+            return function(record(arguments))
+
+        def run_in_order(*arguments: Any) -> Any:
+            """As its fake says; eagerly the order of the inputs is kept, which saves copies."""
+            return pytree.tree_map(torch.Tensor.contiguous, run(*arguments))
+
+        return run if self.is_opaque else run_in_order
+
+    def _shorten(self, name: str, device: str, run: Callable[..., Any]) -> None:
         """Calls the function at once where nothing between it and autograd would be."""
         general = torch.library.get_kernel(self.dispatched, f"Autograd{device}")
-        run, is_grad_enabled = self._run, torch.is_grad_enabled
+        is_grad_enabled = torch.is_grad_enabled
         keys = torch._C.DispatchKey.__members__
         plain = torch._C.DispatchKeySet(keys[device])
         plain = (plain | torch._C.DispatchKeySet(keys[f"Autograd{device}"])).raw_repr()
