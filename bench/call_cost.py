@@ -16,6 +16,7 @@ import pstats
 import sys
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -99,7 +100,31 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         "attention forward": attention,
         "attention backward": attention_backward,
     }
-    return made | {"eager boundary forward": eager, "eager boundary, both": eager_both}
+    made |= {"eager boundary forward": eager, "eager boundary, both": eager_both}
+    return made | places(leaves, weights[1])
+
+
+def places(
+    leaves: list[torch.Tensor], norm_weight: torch.Tensor
+) -> dict[str, Callable[[], object]]:
+    """What an eager model does between two sublayers, with delta in blocks: push, read and norm."""
+    from depthroute import RoutingConfig, nn
+
+    plan = RoutingConfig("delta", num_blocks=4).resolve(12, width=WIDTH)
+    sites = nn.Sites(plan, WIDTH).to(leaves[0].device)
+    norm, outputs = nn.PreNorm(torch.nn.Identity(), norm_weight), leaves[1:3]
+    stream = nn.ResidualStream.start(leaves[0], plan, sites=sites)
+    stream = replace(stream, backend="triton")  # also where the driver is none
+    for index in range(18):
+        stream = stream.read(sites.at(index), norm)[1].push(leaves[1 + index % 2])
+    site = sites.at(19)
+    assert site is not None
+    parameters = site()
+
+    def place():
+        return stream.push(outputs[0]).read(parameters, norm)
+
+    return {"eager place": place}
 
 
 def microseconds(call: Callable[[], object], rounds: int, number: int = 500) -> float:

@@ -67,7 +67,7 @@ def _scores(
     count, dtype, parts, heads = queries.shape[0], queries.dtype, rstd.shape[-1], logits.shape[-1]
     is_one = heads == 1 and count == 1
     query, sliced = queries[0], queries.view(count, heads, -1)
-    dots = logits.view(-1, tokens).unbind() if is_one else logits.unbind()
+    dots = (logits.view(len(sources), tokens) if is_one else logits).unbind()
     for source, norm, dot in zip(sources, rstd.unbind(), dots, strict=True):
         s = source if source.dtype == dtype else source.to(dtype)
         if parts == 1:
