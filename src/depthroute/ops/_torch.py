@@ -41,7 +41,7 @@ def _unrounded(function: F) -> F:
     @wraps(function)
     def run(record: Any) -> Any:
         query = record.queries if hasattr(record, "queries") else record.query
-        device = query.device.type
+        device = "cpu" if query.is_cpu else query.device.type
         if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
             return function(record)
         with torch.autocast(device, enabled=False):
@@ -155,19 +155,16 @@ def few_forward(mix: Mix) -> Tensor:
     """x alone, in as few calls as possible: there a call costs more than its arithmetic."""
     query, shape, dtype = mix.query, mix.sources[0].shape, mix.query.dtype
     count, width, scale = len(mix.sources), shape[-1], mix.scale
-    stacked = _as(torch.stack(mix.sources), dtype)
-    norms = torch.linalg.vector_norm(stacked, dim=-1)
+    rows = _as(torch.stack(mix.sources), dtype).view(-1, width)
+    norms = torch.linalg.vector_norm(rows, dim=-1)
     rstd = norms.square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
-    weights = torch.softmax(torch.matmul(stacked, query).mul_(rstd), 0)
+    logits = torch.mv(rows, query).mul_(rstd)
     residual = None if mix.residual is None else _as(mix.residual, dtype)
-    if weights.numel() == count:  # one token
-        weights, rows = weights.view(1, count), stacked.view(count, width)
-        if residual is None:
-            x = torch.mm(weights if scale == 1.0 else weights.mul_(scale), rows)
-        else:
-            x = torch.addmm(residual.view(1, width), weights, rows, beta=scale, alpha=scale)
-        return _as(x.view(shape), mix.dtype)
-    x = stacked.mul_(weights.unsqueeze(-1)).sum(0)
+    if len(rows) == count:  # one token
+        x = torch.mv(rows.t(), torch.softmax(logits, 0)).view(shape)
+    else:
+        weights = torch.softmax(logits.view(count, -1, 1), 0)
+        x = rows.view(count, -1, width).mul_(weights).sum(0).view(shape)
     x = x if residual is None else x.add_(residual)
     return _as(x if scale == 1.0 else x.mul_(scale), mix.dtype)
 

@@ -116,19 +116,16 @@ def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundar
 
 def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """The push before the mix and the norm after it are torch's own."""
-    output, sources, state, last = mix.output, mix.sources, mix.residual, None
+    output, state, last, plain = mix.output, mix.residual, None, mix
     if output is not None:
         state = None if state is None else state + output
         last = output if mix.partial is None else mix.partial + output
-        sources = [*sources, last] if mix.reads_last else sources
-    plain = mix._replace(
-        sources=sources,
-        residual=state,
-        norm_weight=None,
-        output=None,
-        partial=None,
-        reads_last=False,
-    )
+        sources = [*mix.sources, last] if mix.reads_last else mix.sources
+        plain = mix._replace(
+            sources=sources, residual=state, output=None, partial=None, reads_last=False
+        )
+    if mix.norm_weight is not None:
+        plain = plain._replace(norm_weight=None)
     if backend == "reference":
         x = _by_definition(plain, key_weight)
     elif _needs_grad(plain, key_weight):
@@ -245,33 +242,17 @@ def _gradients(
 ) -> tuple[Any, ...]:
     """Of the sources; of gain and query; and of residual, prior, prior_lse, norm weight, output and
     partial."""
-    query, key_weight, q, prior, prior_lse, *saved = ctx.saved_tensors
-    norm_weight, x, low, stats, *sources = saved
-    if grad_y is None:
-        norm_weight = None
+    query, key_weight, *saved = ctx.saved_tensors
     if ctx.reads_last:
         carried = [*carried, grad_last]
-    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
-    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
-    back = MixBackward(
-        grad,
-        [] if grad_y is None else [grad_y],
-        None if state_dtype is None else grad_state,
-        None if ctx.reads_last else grad_last,
-        gathered(carried, sources),
-        *(sources, q, prior, prior_lse, norm_weight, x, low, stats),
-        *(ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale, ctx.reads_last),
-        ctx.adds_output and (ctx.reads_last or grad_last is not None),
-        ctx.mixes_again and norm_weight is not None,
-        state_dtype,
-    )
+    back = _recorded(ctx, saved, grad, grad_y, grad_state, grad_last, carried)
     op = BACKWARD[ctx.backend]
     # where a graph of this is wanted, the op raises on every way back through it
     dsources, dweights, others = op.dispatched(*back) if torch.is_grad_enabled() else op(back)
     rest = iter(others)
-    dprior, dprior_lse = (None, None) if prior is None else (next(rest), next(rest))
+    dprior, dprior_lse = (None, None) if back.prior is None else (next(rest), next(rest))
     dstate = doutput = None
-    if state_dtype is not None:
+    if back.state_dtype is not None:
         dstate = next(rest)
     elif ctx.state_dtype is not None and grad is not None:
         dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
@@ -283,10 +264,38 @@ def _gradients(
         doutput = next(rest)
     elif ctx.pushes:
         doutput = dlast if dstate is None else dstate
-    dnorm = None if norm_weight is None else dweights[1].to(norm_weight.dtype)
+    dnorm = None if back.norm_weight is None else dweights[1].to(back.norm_weight.dtype)
     of_query = unfolded(dweights[0], query, key_weight)
     dpartial = dlast if ctx.has_partial else None
     return dsources, of_query, dstate, dprior, dprior_lse, dnorm, doutput, dpartial
+
+
+def _recorded(
+    ctx: Any,
+    saved: Sequence[Any],
+    grad: Tensor | None,
+    grad_y: Tensor | None,
+    grad_state: Tensor | None,
+    grad_last: Tensor | None,
+    carried: list[Tensor | None],
+) -> MixBackward:
+    q, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
+    if grad_y is None:
+        norm_weight = None
+    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
+    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
+    return MixBackward(
+        grad,
+        [] if grad_y is None else [grad_y],
+        None if state_dtype is None else grad_state,
+        None if ctx.reads_last else grad_last,
+        gathered(carried, sources),
+        *(sources, q, prior, prior_lse, norm_weight, x, low, stats),
+        *(ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale, ctx.reads_last),
+        ctx.adds_output and (ctx.reads_last or grad_last is not None),
+        ctx.mixes_again and norm_weight is not None,
+        state_dtype,
+    )
 
 
 def folded(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -60,6 +60,17 @@ def _is_watched() -> bool:
     return bool(runtime.debug or knobs.compilation.instrumentation_mode)
 
 
+def _present(
+    lists: Sequence[Sequence[Tensor] | None], tensors: Sequence[Tensor | None]
+) -> list[Tensor]:
+    present = []
+    for listed in lists:
+        if listed is not None:
+            present += listed
+    present += [t for t in tensors if t is not None]
+    return present
+
+
 class Prepared:
     """``kernel`` with its constants, for arguments of types that never change."""
 
@@ -82,11 +93,7 @@ class Prepared:
         numbers: Sequence[float],
     ) -> None:
         """The kernel's parameters in this order: lists of tensors, tensors, numbers, constants."""
-        given = []
-        for listed in lists:
-            if listed is not None:
-                given += listed
-        given += [t for t in tensors if t is not None]
+        given = _present(lists, tensors)
         devices = set(map(_device, given))
         index = devices.pop()
         if index >= 0 and index != torch.cuda.current_device():
