@@ -214,3 +214,48 @@ def test_the_examples_in_the_methods_page_run():
     assert len(examples) >= 2
     for example in examples:
         exec(compile(example, "docs/methods.md", "exec"), {})
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of the package that a file imports, inside functions too, but for type checks."""
+    tree, names = ast.parse(path.read_text()), set()
+    only_types = [
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    ]
+    for node in ast.walk(tree):
+        if node in only_types:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def test_no_module_imports_itself_by_way_of_others_be_it_inside_functions():
+    by_name = {
+        ".".join(("depthroute", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in SOURCES
+        if path.name != "__init__.py"
+    }
+    graph = {name: imported_modules(path) & {*by_name} - {name} for name, path in by_name.items()}
+    while leaves := [name for name, targets in graph.items() if not targets & {*graph}]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"these import each other in a circle: {sorted(graph)}"
+
+
+def test_no_function_takes_more_than_twelve_arguments():
+    """But for kernels, whose arguments are pointers."""
+    crowded = [
+        f"{identify(path)}: {node.name}"
+        for path in SOURCES
+        if "_triton" not in path.parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) > 12
+    ]
+    assert crowded == []

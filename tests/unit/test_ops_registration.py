@@ -8,7 +8,9 @@ from torch.library import opcheck
 from torch.testing import assert_close
 
 from depthroute import ops
-from depthroute.ops._record import Mix, MixBackward
+from depthroute.ops import _record, _torch, mix
+from depthroute.ops._record import Group, GroupResults, Mix, MixBackward
+from depthroute.ops.private import dispatch
 
 
 def normal(*shape: int, dtype=torch.float32, grad: bool = False) -> torch.Tensor:
@@ -61,11 +63,21 @@ def test_depth_attention_mix_passes_opcheck(dtype):
 def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
     utilities = ("test_schema", "test_faketensor")
     for case in ("plain", "heads", "prior", "prior_alone"):
-        mix = mix_arguments(case)
-        stats, _ = torch.ops.depthroute.depth_mix(*mix)
+        given = mix_arguments(case)
+        stats, _ = torch.ops.depthroute.depth_mix(*given)
         back = MixBackward(
-            *(normal(5, 8), [], None, None, [], mix.sources, mix.query, mix.prior, mix.prior_lse),
-            *(None, None, None, stats, mix.heads, mix.slice_norm, mix.offset, mix.scale),
+            *(
+                normal(5, 8),
+                [],
+                None,
+                None,
+                [],
+                given.sources,
+                given.query,
+                given.prior,
+                given.prior_lse,
+            ),
+            *(None, None, None, stats, given.heads, given.slice_norm, given.offset, given.scale),
             *(False, False, False, None),
         )
         op = torch.ops.depthroute.depth_mix_backward.default
@@ -124,3 +136,22 @@ def test_an_undefined_gradient_passes_through():
     x = Stop.apply(ops.depth_mix(sources, query))
     x.sum().backward()
     assert all(t.grad is None or not t.grad.any() for t in (*sources, query))
+
+
+def test_an_op_of_a_torch_that_is_not_known_takes_the_ordinary_route(monkeypatch):
+    monkeypatch.setattr(dispatch, "IS_KNOWN", False)
+    group = Group([normal(5, 8) for _ in range(3)], normal(4, 8), 1e-6, 1, False, torch.float32)
+    op = dispatch.Op(
+        "depth_mix_group_unknown", Group, GroupResults, _record.fake_group, _torch.group_forward
+    )
+    expected = _torch.group_forward(group)
+    for actual in (op(group), op.dispatched(*group)):
+        for mine, other in zip(actual, expected, strict=True):
+            assert_close(mine, other)
+    opcheck(op.dispatched, tuple(group))
+
+
+def test_the_fields_of_a_record_are_the_arguments_of_its_op():
+    for op in (*mix.FORWARD.values(), *mix.BACKWARD.values()):
+        declared = [argument.name for argument in op.dispatched._schema.arguments]
+        assert declared == [*op.record._fields]
