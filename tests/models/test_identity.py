@@ -56,7 +56,7 @@ def test_a_gate_is_absent_where_it_could_never_open():
     """At a block's first sublayer the sources sum to the state, so the norm removes the mix."""
     plan = dr.RoutingConfig("delta", block_size=4, init="gate").resolve(6)
     assert [i for i in range(12) if not plan.places[i].has_site] == [0, 4, 8]
-    assert [plan.places[i].has_query for i in (1, 3, 5)] == [False, False, True]
+    assert [plan.places[i].chooses for i in (1, 3, 5)] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["attnres full", "delta block", "depth attention"])

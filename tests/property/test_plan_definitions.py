@@ -72,7 +72,7 @@ def test_counts_of_sources_sites_and_parameters_follow_the_definitions(drawn):
     assert (plan.routing, plan.init, plan.sources) == (routing, init, sources)
     assert [place.num_sources for place in plan.places] == [len(p) for p in places]
     expected = [owns(plan, i, places, routing, init) for i in range(2 * layers + 1)]
-    assert [(place.has_query, place.has_gate) for place in plan.places] == expected
+    assert [(place.chooses, place.has_gate) for place in plan.places] == expected
     named = [
         "final" if i == 2 * layers else f"layers.{i // 2}.{('attention', 'mlp')[i % 2]}"
         for i, owned in enumerate(expected)

@@ -40,6 +40,10 @@ class SiteParameters:
     def slice_norm(self) -> bool:
         return self.head_norm == "slice"
 
+    def boundary(self, mix: ops.Mix, wants: ops.Wants, backend: str) -> ops.Boundary:
+        """What a stream has at this place, mixed."""
+        return ops.boundary(mix, self.key_weight, wants, backend)
+
     def mix(self, sources: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
         """``residual + mix`` over ``sources``."""
         assert self.query is not None, "this site has a gate alone"
@@ -179,7 +183,7 @@ class Sites(nn.Module):
                 eps=plan.eps,
                 heads=plan.heads,
                 head_norm=plan.head_norm,
-                has_query=place.has_query,
+                has_query=place.chooses,
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
             )
