@@ -36,11 +36,13 @@ METHODS = {
     "standard": Kind((), ("paper", "complete"), "paper"),
     "attnres": Kind(_SOURCES + _QUERY, softmax="query", routing="replacement", reads_partial=True),
     "delta": Kind(_SOURCES + _QUERY, softmax="query"),
+    "static": Kind(_SOURCES, tuple(i for i in INITS if i != "reference"), softmax="logits"),
     "x0_skip": Kind(("learned",), ("paper", "gate"), "gate"),
     "depth_attention": Kind(("stride", "recent_window", "key_norm"), ("paper", "gate"), "gate"),
 }
 SITE_SIZES: dict[str, Callable[[int, int], int]] = {
     "query": lambda width, num_sources: 2 * width,  # and the gain of its keys
+    "logits": lambda width, num_sources: num_sources,
 }
 """How many numbers a softmax over depth has; kernels and two phases are for queries alone."""
 
@@ -53,6 +55,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "depth-attention": {"method": "depth_attention"},
     "x0-skip": {"method": "x0_skip"},
     "x0-skip-learned": {"method": "x0_skip", "learned": True},
+    "static": {"method": "static"},
+    "static-block": {"method": "static", "num_blocks": 4},
 }
 """Where several would do, the first with the fewest settings is the one that is shown."""
 BASELINE = "standard"

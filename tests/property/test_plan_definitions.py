@@ -17,7 +17,7 @@ WIDTH = 6
 @st.composite
 def configs(draw):
     layers = draw(st.integers(1, 9))
-    method = draw(st.sampled_from(["attnres", "delta"]))
+    method = draw(st.sampled_from(["attnres", "delta", "static"]))
     values = {
         "method": method,
         "sources": draw(st.sampled_from([None, "delta", "cumulative", "reference"])),
@@ -79,7 +79,10 @@ def test_counts_of_sources_sites_and_parameters_follow_the_definitions(drawn):
         if any(owned)
     ]
     assert list(plan.site_names().values()) == named
-    count = sum(2 * WIDTH * query + gate for query, gate in expected)
+    sizes = [len(p) if config.method == "static" else 2 * WIDTH for p in places]
+    count = sum(
+        size * chooses + gate for size, (chooses, gate) in zip(sizes, expected, strict=True)
+    )
     assert plan.num_parameters(WIDTH) == count
     sites = nn.Sites(plan, WIDTH)
     assert list(sites) == named
