@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 from depthroute import methods, schedule
 from depthroute.checks import check_choice, check_number, check_object, check_switch, check_whole
 from depthroute.errors import ConfigError
-from depthroute.plan import CHOOSING, Plan
+from depthroute.methods import INITS, METHODS
+from depthroute.plan import Plan
 
-METHODS = ("standard", "attnres", "delta", "x0_skip", "depth_attention")
 SOURCES = ("delta", "cumulative", "reference")
 ROUTINGS = ("additive", "replacement")
-INITS = ("complete", "centered", "gate", "paper", "reference")
 HEAD_NORMS = ("full", "slice")
 EVALUATIONS = ("auto", "one_pass", "two_phase")
 KEY_NORMS = ("model", "after_rope")
 EPS_BOUNDS = (1e-20, 1.0)
 """Below, a source of zeros has a gradient that fp32 cannot hold; above, a key is no direction."""
 _OPTIONAL_CHOICES = {"sources": SOURCES, "routing": ROUTINGS, "init": INITS}
-_CHOICES = {"method": METHODS, "head_norm": HEAD_NORMS}
+_CHOICES = {"method": tuple(METHODS), "head_norm": HEAD_NORMS}
 _CHOICES |= {"evaluation": EVALUATIONS, "key_norm": KEY_NORMS}
 
 
@@ -87,44 +86,19 @@ class RoutingConfig:
 
     def _refuse_foreign_settings(self) -> None:
         """A setting that this method would ignore is an error, not a surprise."""
-        changed = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
-        only_for = {
-            "stride": ("depth_attention",),
-            "recent_window": ("depth_attention",),
-            "key_norm": ("depth_attention",),
-            "learned": ("x0_skip",),
-            **dict.fromkeys(
-                [
-                    "block_size",
-                    "num_blocks",
-                    "sources",
-                    "routing",
-                    "include_partial",
-                    "embedding_source",
-                    "heads",
-                    "head_norm",
-                    "eps",
-                    "evaluation",
-                    "group_size",
-                ],
-                CHOOSING,
-            ),
-        }
-        for name, users in only_for.items():
-            if name in changed and self.method not in users:
+        kind = METHODS[self.method]
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            users = [method for method, other in METHODS.items() if name in other.settings]
+            if users and value != field.default and self.method not in users:
                 raise ConfigError(
-                    f"routing.{name}={getattr(self, name)!r} has no meaning for "
-                    f"method={self.method!r}; it belongs to {' and '.join(users)}. Leave it out"
+                    f"routing.{name}={value!r} has no meaning for method={self.method!r}; it "
+                    f"belongs to {' and '.join(users)}. Leave it out"
                 )
-        allowed = {
-            "standard": ("paper", "complete"),
-            "x0_skip": ("paper", "gate"),
-            "depth_attention": ("paper", "gate"),
-        }.get(self.method, INITS)
-        if self.init is not None and self.init not in allowed:
+        if self.init is not None and self.init not in kind.inits:
             raise ConfigError(
                 f"routing.init={self.init!r} does not apply to method={self.method!r}; "
-                f"use {' or '.join(map(repr, allowed))}"
+                f"use {' or '.join(map(repr, kind.inits))}"
             )
 
     def to_dict(self) -> dict[str, Any]:

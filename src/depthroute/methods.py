@@ -1,16 +1,50 @@
-"""What a method is called: one name in every command, preset, run and report.
+"""What a method is, and what it is called: one name in every command, preset, run and report.
 
-One of :data:`NAMES`, and ``:key=value`` for every routing setting beyond what it stands for:
-``delta-block``, ``attnres-full:init=complete``, ``delta:heads=4:num_blocks=8``.
+A name is one of :data:`NAMES`, and ``:key=value`` for every routing setting beyond what it stands
+for: ``delta-block``, ``attnres-full:init=complete``, ``delta:heads=4:num_blocks=8``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from depthroute.errors import ConfigError, shown, unknown
+
+INITS = ("complete", "centered", "gate", "paper", "reference")
+_SOURCES = ("block_size", "num_blocks", "sources", "routing", "include_partial", "embedding_source")
+_QUERY = ("heads", "head_norm", "eps", "evaluation", "group_size")
+
+
+class Kind(NamedTuple):
+    """What is particular to a method; whoever needs to know asks here."""
+
+    settings: tuple[str, ...] = ()
+    """Those that mean something to it, besides ``loops`` and ``init``."""
+    inits: tuple[str, ...] = INITS
+    identity: str | None = None
+    """The ``init`` of a converted model where none is given; None: it depends on the sources."""
+    softmax: str | None = None
+    """What a site weights its sources by, if it does: a key of :data:`SITE_SIZES`."""
+    routing: str = "additive"
+    reads_partial: bool = False
+    """Whether the block in progress is a source unless settings say otherwise."""
+
+
+METHODS = {
+    "standard": Kind((), ("paper", "complete"), "paper"),
+    "attnres": Kind(_SOURCES + _QUERY, softmax="query", routing="replacement", reads_partial=True),
+    "delta": Kind(_SOURCES + _QUERY, softmax="query"),
+    "static": Kind(_SOURCES, tuple(i for i in INITS if i != "reference"), softmax="logits"),
+    "x0_skip": Kind(("learned",), ("paper", "gate"), "gate"),
+    "depth_attention": Kind(("stride", "recent_window", "key_norm"), ("paper", "gate"), "gate"),
+}
+SITE_SIZES: dict[str, Callable[[int, int], int]] = {
+    "query": lambda width, num_sources: 2 * width,  # and the gain of its keys
+    "logits": lambda width, num_sources: num_sources,
+}
+"""How many numbers a softmax over depth has; kernels and two phases are for queries alone."""
 
 NAMES: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
@@ -21,6 +55,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "depth-attention": {"method": "depth_attention"},
     "x0-skip": {"method": "x0_skip"},
     "x0-skip-learned": {"method": "x0_skip", "learned": True},
+    "static": {"method": "static"},
+    "static-block": {"method": "static", "num_blocks": 4},
 }
 """Where several would do, the first with the fewest settings is the one that is shown."""
 BASELINE = "standard"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from depthroute.methods import METHODS, SITE_SIZES
+
 FINAL = "final"
-CHOOSING = ("attnres", "delta")
-"""The methods that have a softmax over depth."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Place:
     """``embedding``, a sublayer, ``block.2``, ``state.4``, ``stored.1`` or ``partial``."""
     reads_mix: bool
     """Whether it reads more than the plain state."""
-    has_query: bool
+    chooses: bool
     """Whether there is something to choose: a single source has weight 1 and no gradient."""
     has_gate: bool
     has_site: bool
@@ -93,7 +93,12 @@ class Resolved:
     @property
     def chooses(self) -> bool:
         """Whether there is a softmax over depth."""
-        return self.method in CHOOSING
+        return self.softmax is not None
+
+    @property
+    def softmax(self) -> str | None:
+        """What gives the weights over depth: a site's ``"query"``, or nothing."""
+        return METHODS[self.method].softmax
 
     @property
     def routes(self) -> bool:
@@ -147,20 +152,22 @@ class Plan(Resolved):
 
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""
-        queries = sum(place.has_query for place in self.places)
-        return 2 * width * queries + sum(place.has_gate for place in self.places)
+        gates = sum(place.has_gate for place in self.places)
+        if self.softmax is None:
+            return gates
+        size = SITE_SIZES[self.softmax]
+        return gates + sum(size(width, p.num_sources) for p in self.places if p.chooses)
 
     @property
     def init_reason(self) -> str:
         """What this ``init`` means for a pretrained model, in a sentence."""
         return {
             "complete": "the sources sum to the residual state and the mix is rescaled to it, so "
-            "zero queries reproduce the model to rounding under any norm",
-            "centered": "weights are softmax minus 1/S, exactly zero at zero queries for any "
-            "sources",
+            "uniform weights reproduce the model to rounding under any norm",
+            "centered": "weights are softmax minus 1/S, exactly zero at the start for any sources",
             "gate": "what routing adds is multiplied by a learned scalar that starts at zero",
-            "paper": "zero queries as published: an identity only where the sources are complete, "
-            "and then up to the norm's eps",
+            "paper": "uniform weights, as published: an identity only where the sources are "
+            "complete, and then up to the norm's eps",
             "reference": "random queries and the sources of the released code: not an identity",
         }[self.init]
 
@@ -175,7 +182,7 @@ class Plan(Resolved):
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
     def _row(self, place: Place) -> tuple[str, str, str, str]:
-        reads = "softmax" if place.has_query else "source" if place.reads_mix else "state"
+        reads = "softmax" if place.chooses else "source" if place.reads_mix else "state"
         reads = f"gate * {reads}" if place.has_gate and place.reads_mix else reads
         if place.reads_mix and (self.adds_state or self.sums_sources):
             reads = f"state + {reads}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from depthroute.errors import ConfigError
-from depthroute.plan import CHOOSING, FINAL, DepthRow, Place, Plan, Resolved
+from depthroute.methods import METHODS
+from depthroute.plan import FINAL, DepthRow, Place, Plan, Resolved
 
 if TYPE_CHECKING:
     from depthroute.config import RoutingConfig
@@ -83,7 +84,7 @@ class Schedule(Resolved):
             return False  # the gate would be dead: see _refuse_dead_combinations
         return self.num_sources(index) > 0
 
-    def has_query(self, index: int) -> bool:
+    def chooses_at(self, index: int) -> bool:
         """Whether there is something to choose: a single source has weight 1 and no gradient."""
         return self.chooses and self.reads_mix(index) and self.num_sources(index) > 1
 
@@ -151,7 +152,8 @@ class Schedule(Resolved):
         sums_sources = group_size is None and self._sums_sources()
         keeps_state = not sums_sources and self._needs_state()
         adds_state = (self.is_additive or self.is_centered) and not sums_sources
-        is_simple = self.sources == "delta" and keeps_state == adds_state
+        is_simple = self.softmax == "query" and self.sources == "delta"
+        is_simple = is_simple and keeps_state == adds_state
         last_read = self._last_read(keeps_state)
         ends = range(self.num_sublayers + 1)
         return Plan(
@@ -174,8 +176,8 @@ class Schedule(Resolved):
     def _place(self, index: int, group_size: int | None, is_simple: bool, last_read: int) -> Place:
         group = self._group(index, group_size)
         opens = group if group is not None and group.start == index else None
-        has_query, has_gate = self.has_query(index), self.has_gate(index)
-        is_simple = is_simple and has_query and not has_gate and opens is None
+        chooses, has_gate = self.chooses_at(index), self.has_gate(index)
+        is_simple = is_simple and chooses and not has_gate and opens is None
         return Place(
             index=index,
             name=self.name(index),
@@ -184,9 +186,9 @@ class Schedule(Resolved):
             num_sources=self.num_finished(index) + self.reads_unfinished(index),
             source_names=self.source_names(index),
             reads_mix=self.reads_mix(index),
-            has_query=has_query,
+            chooses=chooses,
             has_gate=has_gate,
-            has_site=has_query or has_gate,
+            has_site=chooses or has_gate,
             scale=self.scale(index),
             starts_block=self.starts_block(index),
             has_partial=self.has_partial(index),
@@ -202,7 +204,7 @@ class Schedule(Resolved):
             return None
         start = index - index % size
         group = range(start, min(start + size, self.num_sublayers))
-        is_open = self.num_finished(start) > 1 and any(map(self.has_query, group))
+        is_open = self.num_finished(start) > 1 and any(map(self.chooses_at, group))
         return group if is_open else None
 
     def _sums_sources(self) -> bool:
@@ -215,7 +217,7 @@ class Schedule(Resolved):
         whole = self.chooses and self.sources == "delta" and self.embedding_source
         whole = whole and self.is_additive and self.init == "paper" and not self.is_gated
         few = self.block_size > 1 and self.num_sources(self.num_sublayers) <= FEW_SOURCES
-        return whole and few and self.has_query(self.num_sublayers - 1)  # or nothing reads them
+        return whole and few and self.chooses_at(self.num_sublayers - 1)  # or nothing reads them
 
     def _needs_state(self) -> bool:
         return (
@@ -245,13 +247,14 @@ def build(
     """The plan of ``config`` for a model of ``num_layers`` layers, or the reason against it."""
     _refuse_misfits(config, num_layers, width)
     method, depth = config.method, num_layers // config.loops
+    kind = METHODS[method]
     block_size = _block_size(config, num_layers * len(sublayers), len(sublayers))
     init = config.init or _default_init(config, converting)
-    routing = config.routing or ("replacement" if method == "attnres" else "additive")
+    routing = config.routing or kind.routing
     sources = _sources(config, init, routing, block_size)
     partial = config.include_partial
     if partial is None:
-        partial = sources == "delta" and (method == "attnres" or init == "complete")
+        partial = sources == "delta" and (kind.reads_partial or init == "complete")
     schedule = Schedule(
         method=method,
         init=init,
@@ -260,7 +263,7 @@ def build(
         block_size=block_size,
         sources=sources,
         routing=routing,
-        include_partial=bool(partial) and method in CHOOSING,
+        include_partial=bool(partial) and kind.softmax is not None,
         embedding_source=config.embedding_source,
         heads=config.heads,
         head_norm=config.head_norm,
@@ -349,10 +352,11 @@ def _block_size(config: RoutingConfig, total: int, per_layer: int) -> int:
 
 def _default_init(config: RoutingConfig, converting: bool) -> str:
     """Left out, ``init`` is the paper's from scratch and an identity when converting."""
-    if not converting or config.method == "standard":
+    if not converting:
         return "paper"
-    if config.method in ("x0_skip", "depth_attention"):
-        return "gate"
+    identity = METHODS[config.method].identity
+    if identity is not None:
+        return identity
     incomplete = config.sources in ("cumulative", "reference") or not config.embedding_source
     return "centered" if incomplete or config.include_partial is False else "complete"
 
@@ -372,8 +376,8 @@ def _refuse_dead_combinations(schedule: Schedule) -> None:
         )
     if schedule.init == "gate" and schedule.is_complete:
         raise ConfigError(
-            f"routing.init='gate' is dead with complete sources: at zero queries the mix is "
-            f"parallel to the state, the norm removes it, and neither the gate nor the queries "
+            f"routing.init='gate' is dead with complete sources: at uniform weights the mix is "
+            f"parallel to the state, the norm removes it, and neither the gate nor the weights "
             f"of method={schedule.method!r}, block_size={schedule.block_size} get a gradient; use "
             "init='complete' or 'centered'"
         )
@@ -383,6 +387,8 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[int | None, 
     """Two phases or one pass: the same numbers to rounding, so only speed and memory decide."""
     if not schedule.chooses:
         return None, f"method={schedule.method!r} has no softmax over depth"
+    if schedule.softmax != "query":
+        return None, "one pass: there are no keys to read ahead of time"
     if schedule.is_centered:
         if config.evaluation == "two_phase":
             raise ConfigError(

@@ -23,7 +23,7 @@ JUNK = st.one_of(
 )
 WHOLE = st.integers(1, 12)
 ROUTING: dict[str, st.SearchStrategy[Any]] = {
-    "method": st.sampled_from(METHODS),
+    "method": st.sampled_from([*METHODS]),
     "block_size": WHOLE,
     "num_blocks": WHOLE,
     "sources": st.sampled_from(SOURCES),

@@ -104,7 +104,9 @@ def line(*parts: Any) -> st.SearchStrategy[list[str]]:
     return st.tuples(*strategies_).map(lambda found: [word for part in found for word in part])
 
 
-METHOD = st.sampled_from(["detla", "delta", "attnres", "x0_skip", "depth_attention", "standard"])
+METHOD = st.sampled_from(
+    ["detla", "delta", "attnres", "static", "x0_skip", "depth_attention", "standard"]
+)
 ROUTING = {k: v for k, v in strategies.ROUTING.items() if k != "method"}
 TRAINING = {
     k: v

@@ -195,7 +195,8 @@ def exported(model, ids, backend, **options):
 def test_an_exported_program_computes_what_the_model_does(name):
     model, ids = routed(name), tokens(2, LENGTH)
     program, holds_ops = exported(model, ids, "auto")
-    assert holds_ops == (name not in MIXES_NOTHING)
+    has_ops = name not in MIXES_NOTHING and not name.startswith("static")  # a compiler's to fuse
+    assert holds_ops == has_ops
     torch.testing.assert_close(program(ids).logits, model(ids).logits)
 
 

@@ -24,7 +24,7 @@ def test_what_should_learn_at_step_0_has_a_gradient(name):
     ids = tokens(length=32)
     routed(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in routed.parameters())
-    learns = "gate" if routed.plan.init == "gate" else "query"
+    learns = "gate" if routed.plan.init == "gate" else routed.plan.softmax
     for site_name, site in routed.sites.items():
         gradient = getattr(site, learns).grad
         assert gradient.norm() > 1e-7, f"{learns} of {site_name}"
@@ -56,7 +56,7 @@ def test_a_gate_is_absent_where_it_could_never_open():
     """At a block's first sublayer the sources sum to the state, so the norm removes the mix."""
     plan = dr.RoutingConfig("delta", block_size=4, init="gate").resolve(6)
     assert [i for i in range(12) if not plan.places[i].has_site] == [0, 4, 8]
-    assert [plan.places[i].has_query for i in (1, 3, 5)] == [False, False, True]
+    assert [plan.places[i].chooses for i in (1, 3, 5)] == [False, False, True]
 
 
 @pytest.mark.parametrize("name", ["attnres full", "delta block", "depth attention"])

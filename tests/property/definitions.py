@@ -89,14 +89,17 @@ def places_of(
 def naive_mix(
     sources: Sequence[Tensor],
     query: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     *,
     eps: float,
     heads: int = 1,
     head_norm: str = "full",
 ) -> Tensor:
-    """softmax_n(w . (g * RMSNorm(s_n))) weighting the raw sources, by stacking everything."""
+    """softmax_n(w . (g * RMSNorm(s_n))) weighting the raw sources, by stacking everything; without
+    a gain softmax(w), one number a source."""
     stacked = torch.stack(list(sources))  # [S, ..., D]
+    if gain is None:
+        return torch.einsum("s,s...->...", query.exp() / query.exp().sum(), stacked)
     width = stacked.shape[-1]
     pieces = []
     for part in torch.arange(width).chunk(heads):
@@ -123,7 +126,7 @@ def run(
 ) -> list[Tensor]:
     """What every sublayer reads, and what the final norm reads.
 
-    ``parameters(i)`` gives query, gain and gate of place ``i``; None where it owns none.
+    ``parameters(i)`` gives query (or logits), gain and gate of place ``i``; None where it has none.
     """
     values = {EMBEDDING: embedding}
     inputs = []

@@ -17,7 +17,7 @@ WIDTH = 6
 @st.composite
 def configs(draw):
     layers = draw(st.integers(1, 9))
-    method = draw(st.sampled_from(["attnres", "delta"]))
+    method = draw(st.sampled_from(["attnres", "delta", "static"]))
     values = {
         "method": method,
         "sources": draw(st.sampled_from([None, "delta", "cumulative", "reference"])),
@@ -72,14 +72,17 @@ def test_counts_of_sources_sites_and_parameters_follow_the_definitions(drawn):
     assert (plan.routing, plan.init, plan.sources) == (routing, init, sources)
     assert [place.num_sources for place in plan.places] == [len(p) for p in places]
     expected = [owns(plan, i, places, routing, init) for i in range(2 * layers + 1)]
-    assert [(place.has_query, place.has_gate) for place in plan.places] == expected
+    assert [(place.chooses, place.has_gate) for place in plan.places] == expected
     named = [
         "final" if i == 2 * layers else f"layers.{i // 2}.{('attention', 'mlp')[i % 2]}"
         for i, owned in enumerate(expected)
         if any(owned)
     ]
     assert list(plan.site_names().values()) == named
-    count = sum(2 * WIDTH * query + gate for query, gate in expected)
+    sizes = [len(p) if config.method == "static" else 2 * WIDTH for p in places]
+    count = sum(
+        size * chooses + gate for size, (chooses, gate) in zip(sizes, expected, strict=True)
+    )
     assert plan.num_parameters(WIDTH) == count
     sites = nn.Sites(plan, WIDTH)
     assert list(sites) == named

@@ -25,7 +25,7 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 def every_config() -> tuple[RoutingConfig, ...]:
     """The whole grid of routed methods at 4 layers; pairs that are refused are left out."""
     grid = itertools.product(
-        ("attnres", "delta"),
+        ("attnres", "delta", "static"),
         ("delta", "cumulative", "reference"),
         ("additive", "replacement"),
         ("paper", "complete", "centered", "gate", "reference"),
@@ -36,10 +36,11 @@ def every_config() -> tuple[RoutingConfig, ...]:
     names = ("method", "sources", "routing", "init", "block_size", "include_partial")
     configs = []
     for values in grid:
-        config = RoutingConfig(**dict(zip((*names, "embedding_source"), values, strict=True)))
-        if config.sources == "reference" and config.block_size % 2:
+        given = dict(zip((*names, "embedding_source"), values, strict=True))
+        if given["sources"] == "reference" and given["block_size"] % 2:
             continue  # the released code counts whole layers
         try:
+            config = RoutingConfig(**given)
             config.resolve(LAYERS)
         except ConfigError:
             continue
@@ -51,9 +52,20 @@ def with_options(config: RoutingConfig, **options) -> RoutingConfig:
     return RoutingConfig.from_dict(config.to_dict() | options)
 
 
+def with_heads(config: RoutingConfig, heads: int, head_norm: str) -> RoutingConfig:
+    """As far as it has queries to split."""
+    if config.method == "static":
+        return config
+    return with_options(config, heads=heads, head_norm=head_norm)
+
+
+def has_phases(config: RoutingConfig) -> bool:
+    return config.method in ("attnres", "delta") and config.init != "centered"
+
+
 HEADS = st.sampled_from([(1, "full"), (2, "full"), (4, "slice")])
 CONFIGS = st.builds(
-    lambda config, heads: with_options(config, heads=heads[0], head_norm=heads[1]),
+    lambda config, heads: with_heads(config, *heads),
     st.sampled_from(every_config()),
     HEADS,
 )
@@ -95,7 +107,11 @@ class Model:
 
     def parameters(self, place: int):
         site = self.sites.at(place)
-        return (None,) * 3 if site is None else (site.query, site.key_weight, site.gate)
+        return (None,) * 3 if site is None else _numbers(site)
+
+
+def _numbers(site):
+    return site.query if site.logits is None else site.logits, site.key_weight, site.gate
 
 
 def defined_places(config: RoutingConfig, plan) -> list:
@@ -140,16 +156,17 @@ def test_the_grid_holds_every_method_source_routing_and_init():
         ("delta", "cumulative", "reference"), ("additive", "replacement"), inits
     )
     allowed = set(grid) - refused
-    assert names == {(method, *rest) for method in ("attnres", "delta") for rest in allowed}
+    expected = {(method, *rest) for method in ("attnres", "delta", "static") for rest in allowed}
+    assert names == {row for row in expected if row[0] != "static" or row[-1] != "reference"}
 
 
 @pytest.mark.parametrize("two_phase", [False, True])
 def test_the_whole_grid_equals_its_definition_written_apart(two_phase):
     for number, config in enumerate(every_config()):
         heads, head_norm = [(1, "full"), (2, "full"), (4, "slice")][number % 3]
-        config = with_options(config, heads=heads, head_norm=head_norm)
+        config = with_heads(config, heads, head_norm)
         if two_phase:
-            if config.init == "centered":
+            if not has_phases(config):
                 continue
             config = with_options(config, evaluation="two_phase")
         model = Model(config, seed=number)
@@ -163,7 +180,7 @@ def test_the_whole_grid_equals_its_definition_written_apart(two_phase):
 
 
 @settings(max_examples=60)
-@given(CONFIGS.filter(lambda c: c.init != "centered"), st.integers(1, 9), st.integers(0, 999))
+@given(CONFIGS.filter(has_phases), st.integers(1, 9), st.integers(0, 999))
 def test_two_phases_in_any_group_size_equal_one_pass_with_every_gradient(config, group, seed):
     def results(two_phase):
         evaluation = {"evaluation": "two_phase", "group_size": group} if two_phase else {}
@@ -326,11 +343,11 @@ def test_zero_queries_give_the_standard_stream_under_every_identity_init(init):
 
 
 @given(CONFIGS.filter(lambda c: c.init in ("complete", "centered", "paper")), st.integers(0, 999))
-def test_query_gradients_are_alive_at_zero_queries(config, seed):
+def test_gradients_of_queries_and_logits_are_alive_at_zero(config, seed):
     model = Model(config, seed, zero=True)
     model.streams()[1][-1].square().sum().backward()
     for name, parameter in model.sites.named_parameters():
-        if name.endswith("query"):
+        if name.endswith(("query", "logits")):
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() > 0, name
 
@@ -345,13 +362,13 @@ def test_places_with_one_source_own_no_query_and_every_parameter_is_used(config)
     for stream in streams:
         site = model.sites.at(stream.index)
         if len(stream.visible()) <= 1 and site is not None:
-            assert site.query is None and site.key_weight is None
+            assert site.query is None and site.key_weight is None and site.logits is None
 
 
 @settings(max_examples=40)
 @given(CONFIGS, st.booleans(), st.integers(0, 999))
 def test_reading_and_pushing_never_change_an_older_stream(config, two_phase, seed):
-    if two_phase and config.init != "centered":
+    if two_phase and has_phases(config):
         config = with_options(config, evaluation="two_phase", group_size=2)
     model = Model(config, seed)
     with torch.no_grad():
@@ -371,7 +388,7 @@ def test_reading_and_pushing_never_change_an_older_stream(config, two_phase, see
 @settings(max_examples=40)
 @given(CONFIGS, st.booleans())
 def test_a_stream_survives_a_pytree_round_trip_at_every_index(config, two_phase):
-    if two_phase and config.init != "centered":
+    if two_phase and has_phases(config):
         config = with_options(config, evaluation="two_phase", group_size=3)
     for stream in Model(config).streams(two_phase=two_phase)[0]:
         leaves, structure = pytree.tree_flatten(stream)
@@ -384,7 +401,7 @@ def test_a_stream_survives_a_pytree_round_trip_at_every_index(config, two_phase)
 def test_a_bare_structure_takes_the_tensors_of_any_index_of_any_method():
     others = [RoutingConfig(method=m) for m in ("standard", "x0_skip", "depth_attention")]
     for config in (*every_config(), *others):
-        two_phase = config.method in ("attnres", "delta") and config.init != "centered"
+        two_phase = has_phases(config)
         if two_phase:
             config = with_options(config, evaluation="two_phase", group_size=3)
         with torch.no_grad():

@@ -143,3 +143,23 @@ def test_depth_attention_keeps_to_the_error_budget(dtype, layers, heads):
         return function
 
     assert_within_budget(run(ops), run(ops.reference), tensors, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 63])
+@pytest.mark.parametrize("count", [1, 2, 7, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_static_mix_keeps_to_the_error_budget(dtype, count, tokens):
+    tensors = make(count, tokens, 1000)
+    del tensors["query"], tensors["gain"]
+    tensors["logits"] = torch.randn(count)
+    options = [{}, {"centered": True}, {"adds_sources": True, "scale": 0.75}][count % 3]
+
+    def mix(operator):
+        def call(**given):
+            x = operator(sources_of(given), given["logits"], residual=given["residual"], **options)
+            return (x,)
+
+        return call
+
+    both = mix(ops.static_mix), mix(ops.reference.static_mix)
+    assert_within_budget(*both, tensors, dtype, wide=("logits",))

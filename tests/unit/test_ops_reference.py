@@ -56,6 +56,12 @@ CALLS = {
         ),
         lambda: (normal(WIDTH), row(), row(), row()),
     ),
+    "static mix": (
+        lambda logits, residual, *sources: ops.static_mix(
+            sources, logits, residual, adds_sources=True, scale=0.5
+        ),
+        lambda: (normal(2), row(), row(), row()),
+    ),
     "mix, norm, weights": (
         lambda query, weight, *sources: ops.depth_mix(
             sources, query, adds_sources=True, norm_weight=weight, return_weights=True

@@ -70,7 +70,7 @@ def test_gates_are_left_out_where_they_would_be_dead():
     resolved = plan(2, method="delta", block_size=2, init="gate")
     # places 1 and 3 are inside blocks; at 2 the sources [h0, b1] sum to the state
     assert list(resolved.site_names()) == [1, 3]
-    assert [resolved.places[i].has_query for i in (1, 3)] == [False, True]
+    assert [resolved.places[i].chooses for i in (1, 3)] == [False, True]
 
 
 def test_depth_attention_reads_117_values_in_the_papers_48_layer_models():

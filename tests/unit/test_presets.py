@@ -59,7 +59,7 @@ def test_the_largest_delta_block_states_its_routing_parameters():
     """The paper counts 4*D*L; places with a single source have nothing to choose."""
     model = presets.build("delta-7.57b", device="meta")
     width, layers = 4096, 36
-    queries = sum(model.plan.places[i].has_query for i in range(2 * layers + 1))
+    queries = sum(model.plan.places[i].chooses for i in range(2 * layers + 1))
     assert 4 * width * layers == 589_824
     assert model.plan.num_parameters(width) == 442_368
     assert model.plan.num_parameters(width) == 589_824 - 2 * width * (2 * layers - queries)

@@ -9,11 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from tests.runs import METHODS, write_run
 
-from depthroute.diagnostics.figures import figures, palette
+from depthroute.diagnostics.figures import COLORS, SPARE, figures, palette
 from depthroute.diagnostics.report import PANELS, write_report
 from depthroute.diagnostics.report_data import collect
 from depthroute.diagnostics.svg import log_ticks, nice_ticks
 from depthroute.diagnostics.svg_map import LEVELS, level_of, ramp, short_name
+from depthroute.methods import NAMES
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -300,3 +301,8 @@ def test_a_layer_has_the_same_height_in_every_map(tmp_path):
     assert mlp["sites"][:2] == ["layers.0.mlp", "layers.1.mlp"] and mlp["sites"][-1] == "final"
     sizes = [box["box"][3] / len(box["sites"]) for box in (attention, mlp)]
     assert sizes[0] == pytest.approx(sizes[1]) and attention["box"][1] == mlp["box"][1]
+
+
+def test_every_method_has_a_colour_of_its_own_and_some_are_left_for_settings():
+    assert COLORS.keys() == NAMES.keys()
+    assert len({*COLORS.values(), *SPARE}) == len(COLORS) + len(SPARE) and len(SPARE) >= 3

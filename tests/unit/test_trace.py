@@ -13,7 +13,8 @@ import depthroute as dr
 def test_the_trace_covers_every_choosing_site_and_every_sublayer(name):
     model = routed_model(name)
     trace = dr.trace(model, tokens(), gradients=True)
-    choosing = [n for n, site in model.sites.items() if site.query is not None]
+    parameters = {n: {*dict(site.named_parameters())} for n, site in model.sites.items()}
+    choosing = [n for n, names in parameters.items() if names & {"query", "logits"}]
     values = [n for n in trace.sites if n.endswith(".values")]
     assert [n for n in trace.sites if n not in values] == choosing
     assert bool(values) == name.startswith("depth attention")

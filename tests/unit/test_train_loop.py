@@ -20,7 +20,9 @@ def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit(
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("method", ["standard", "attnres", "delta", "x0_skip", "depth_attention"])
+@pytest.mark.parametrize(
+    "method", ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention"]
+)
 def test_the_loss_falls_from_that_of_a_uniform_guess(method):
     trainer = Trainer(build(method), replace(SETTINGS, steps=40))
     losses = [result.loss for result in take_steps(trainer, words())]

@@ -8,19 +8,27 @@ from typing import Any
 from depthroute.diagnostics.results import units
 from depthroute.diagnostics.svg import DASHES, Facet, Figure, Line, Style, line_figure
 from depthroute.diagnostics.svg_map import bar_figure, map_figure
+from depthroute.methods import NAMES
 
-# Okabe and Ito's set, told apart by colour-blind readers; light page, dark page
-COLORS = {
-    "standard": ("#30363d", "#f1f3f5"),
-    "delta": ("#0072b2", "#3f93ea"),
-    "delta-block": ("#56b4e9", "#9fdcff"),
-    "attnres-block": ("#e69f00", "#f0b840"),
-    "attnres-full": ("#d55e00", "#f08a4b"),
-    "depth-attention": ("#009e73", "#35c49a"),
-    "x0-skip": ("#cc79a7", "#e3a3c6"),
-    "x0-skip-learned": ("#7d3c98", "#b98ad0"),
-}
-SPARE = (("#8c6d1f", "#cbb26a"), ("#b03a5b", "#e88aa5"), ("#5b7f1f", "#a9cc6b"))
+# Okabe and Ito's set, told apart by colour-blind readers; light page, dark page. One for each name
+# in its order, the others for names with settings.
+_PAIRS = (
+    ("#30363d", "#f1f3f5"),
+    ("#e69f00", "#f0b840"),
+    ("#d55e00", "#f08a4b"),
+    ("#0072b2", "#3f93ea"),
+    ("#56b4e9", "#9fdcff"),
+    ("#009e73", "#35c49a"),
+    ("#cc79a7", "#e3a3c6"),
+    ("#7d3c98", "#b98ad0"),
+    ("#8c6d1f", "#cbb26a"),
+    ("#b03a5b", "#e88aa5"),
+    ("#5b7f1f", "#a9cc6b"),
+    ("#2f6f73", "#6fb7bb"),
+    ("#7a7f87", "#b4bac2"),
+)
+COLORS = dict(zip(NAMES, _PAIRS, strict=False))
+SPARE = _PAIRS[len(COLORS) :]
 KINDS = [("attention", "Attention"), ("mlp", "MLP and final read"), ("values", "Values")]
 
 

@@ -70,7 +70,7 @@ class _Recorder:
     magnitudes: list[tuple[str, float, float]] = field(default_factory=list)
 
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None:
-        if site is None or site.query is None:
+        if site is None or not stream.place.chooses:
             return
         name = stream.place.name
         weights = site.weights([s.detach() for s in stream.visible()])

@@ -81,7 +81,7 @@ def import_names(
         stem = prefix + names.stem(plan, index)
         for suffix, parameter in (("_proj.weight", "query"), ("_norm.weight", "key_weight")):
             key = stem + suffix
-            if not plan.places[index].has_query:
+            if not plan.places[index].chooses:
                 if ours.pop(key, None) is not None:
                     left_out.append(key)
                 continue

@@ -32,6 +32,7 @@ class SiteParameters:
     query: Tensor | None
     key_weight: Tensor | None
     gate: Tensor | None
+    logits: Tensor | None
     eps: float
     heads: int
     head_norm: str
@@ -40,8 +41,20 @@ class SiteParameters:
     def slice_norm(self) -> bool:
         return self.head_norm == "slice"
 
+    def boundary(self, mix: ops.Mix, wants: ops.Wants, backend: str) -> ops.Boundary:
+        """What a stream has at this place, mixed."""
+        if self.logits is not None:
+            shifts = {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
+            backend = "torch" if backend == "triton" else backend  # a compiler makes its kernel
+            given = mix.sources, self.logits, mix.residual, backend
+            x = ops.static_mix(*given, **shifts, scale=mix.scale, dtype=mix.dtype)
+            return ops.Boundary(x, None, mix.residual, None, mix.sources)
+        return ops.boundary(mix, self.key_weight, wants, backend)
+
     def mix(self, sources: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
         """``residual + mix`` over ``sources``."""
+        if self.logits is not None:
+            return ops.static_mix(sources, self.logits, residual)
         assert self.query is not None, "this site has a gate alone"
         given = self.query, self.key_weight, residual, self.eps, self.heads
         return ops.depth_mix(sources, *given, head_norm=self.head_norm)
@@ -49,8 +62,12 @@ class SiteParameters:
     @torch.no_grad()
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
+        shape = len(sources), *sources[0].shape[:-1], 1
+        if self.logits is not None:
+            alpha = ops.reference.static_weights(self.logits, sources)
+            return alpha.view(-1, *[1] * (len(shape) - 1)).expand(shape)
         if self.query is None:
-            return torch.ones(1, *sources[0].shape[:-1], 1, device=sources[0].device)
+            return torch.ones(shape, device=sources[0].device)
         logits = ops.reference.depth_logits(
             sources,
             self.query,
@@ -65,21 +82,23 @@ class SiteParameters:
         moved = {
             name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for name, tensor in vars(self).items()
-            if name in ("query", "key_weight", "gate")
+            if name in ("query", "key_weight", "gate", "logits")
         }
         return replace(self, **moved)
 
 
 class Site(nn.Module):
-    """One place that reads: a query and a key gain, and a gate where the plan asks for one.
+    """One place that reads: a query and a key gain, or a logit for each source, and a gate where
+    the plan asks for one.
 
-    Queries start at zero (uniform weights) and gains at one. A place with a single source has no
-    query; a place with nothing to choose has no site at all.
+    Queries and logits start at zero (uniform weights) and gains at one. A place with a single
+    source has neither; a place with nothing to choose has no site at all.
     """
 
     query: nn.Parameter | None
     key_weight: nn.Parameter | None
     gate: nn.Parameter | None
+    logits: nn.Parameter | None
 
     def __init__(
         self,
@@ -91,6 +110,7 @@ class Site(nn.Module):
         has_query: bool = True,
         gate: float | None = None,
         query_std: float = 0.0,
+        num_logits: int = 0,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -104,6 +124,7 @@ class Site(nn.Module):
         for name, wanted, size in (
             ("query", has_query, width),
             ("key_weight", has_query, width),
+            ("logits", num_logits > 0, num_logits),
             ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
@@ -118,13 +139,14 @@ class Site(nn.Module):
                 nn.init.zeros_(self.query)
         if self.key_weight is not None:
             nn.init.ones_(self.key_weight)
+        if self.logits is not None:
+            nn.init.zeros_(self.logits)
         if self.gate is not None:
             nn.init.constant_(self.gate, self.gate_start or 0.0)
 
     def forward(self) -> SiteParameters:
-        return SiteParameters(
-            self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
-        )
+        given = self.query, self.key_weight, self.gate, self.logits
+        return SiteParameters(*given, self.eps, self.heads, self.head_norm)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
@@ -132,7 +154,7 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
-        parts += [name for name in ("query", "gate") if getattr(self, name) is not None]
+        parts += [name for name in ("query", "logits", "gate") if getattr(self, name) is not None]
         return ", ".join(parts)
 
 
@@ -179,7 +201,8 @@ class Sites(nn.Module):
                 eps=plan.eps,
                 heads=plan.heads,
                 head_norm=plan.head_norm,
-                has_query=place.has_query,
+                has_query=place.chooses and plan.softmax == "query",
+                num_logits=place.num_sources if plan.softmax == "logits" and place.chooses else 0,
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
             )

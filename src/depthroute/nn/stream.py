@@ -182,7 +182,7 @@ class ResidualStream:
                 f"{place.name} chooses among {place.num_sources} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
-        if place.has_query:
+        if place.chooses:
             assert site is not None
             x, after = self._mix(place, site, None)
         else:
@@ -190,7 +190,7 @@ class ResidualStream:
         if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
             return self.state + site.gate.to(x.dtype) * x, after
-        if not place.has_query:
+        if not place.chooses:
             if self.plan.adds_state or self.plan.sums_sources:
                 x = self.value + x
             x = x if place.scale == 1.0 else x * place.scale
@@ -222,7 +222,7 @@ class ResidualStream:
             sources=hands_on,
             state=hands_on and residual is not None,
         )
-        made = ops.boundary(mix, site.key_weight, wants, self.backend)
+        made = site.boundary(mix, wants, self.backend)
         x: Any = made.y if made.x is None else made.x
         if norm is not None and norm_weight is None:
             x = norm.apply(x)

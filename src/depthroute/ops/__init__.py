@@ -27,6 +27,7 @@ from depthroute.ops.mix import (
     fuses_boundary,
 )
 from depthroute.ops.private.inductor import compile_options
+from depthroute.ops.static import static_mix
 
 __all__ = [
     "BackendChoice",
@@ -49,4 +50,5 @@ __all__ = [
     "keeping_backend",
     "record_backends",
     "reference",
+    "static_mix",
 ]

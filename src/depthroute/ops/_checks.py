@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -28,14 +28,31 @@ def check_mix(
     _check_alike(alike if prior is None else [*alike, prior], len(alike))
     first = alike[0] if alike else prior
     assert first is not None
+    _check_beside(first, residual, {"query": query, "key_weight": key_weight})
+    _check_width(query, key_weight, first.shape[-1], heads)
+
+
+def check_sources(
+    sources: Sequence[Tensor], residual: Tensor | None, parameters: Mapping[str, Tensor]
+) -> None:
+    """Sources that are mixed by ``parameters`` of any shape."""
+    if not sources:
+        raise DepthrouteError("sources is empty; a mix needs at least one tensor [..., D]")
+    _check_alike(sources, len(sources))
+    _check_beside(sources[0], residual, parameters)
+
+
+def _check_beside(
+    first: Tensor, residual: Tensor | None, parameters: Mapping[str, Tensor | None]
+) -> None:
+    """That a residual has the sources' shape, and all are floating and on one device."""
     if residual is not None and residual.shape != first.shape:
         raise DepthrouteError(
             f"residual has shape {tuple(residual.shape)} and the sources {tuple(first.shape)}; "
             "they must be equal"
         )
-    _check_width(query, key_weight, first.shape[-1], heads)
-    named = ("sources[0]", first), ("query", query), ("key_weight", key_weight)
-    _check_kind((*named, ("residual", residual)), first.device)
+    named = {"sources[0]": first, **parameters, "residual": residual}
+    _check_kind(list(named.items()), first.device)
 
 
 def _check_alike(every: Sequence[Tensor], num_sources: int) -> None:

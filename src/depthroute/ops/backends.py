@@ -20,6 +20,7 @@ from depthroute.ops.private.transforms import refuse_transforms
 logger = logging.getLogger("depthroute")
 
 OPS = ("depth_mix", "depth_mix_group", "depth_mix_merge", "depth_attention_mix")
+"""Those with kernels."""
 BACKENDS = ("auto", "torch", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 32768
@@ -155,6 +156,8 @@ def _choice(
     if requested in ("torch", "reference"):
         return BackendChoice(op, requested, ASKED)
     obstacle = triton_obstacle(device_type, dtype, width)
+    if op not in OPS:
+        obstacle = "it has no kernel"
     if requested == "triton":
         if obstacle is not None:
             raise BackendError(

@@ -79,12 +79,30 @@ def depth_mix(
     """
     logits = depth_logits(sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm)
     alpha = torch.softmax(logits, dim=0)
-    used = alpha - 1.0 / len(sources) if centered else alpha + 1.0 if adds_sources else alpha
-    mix = _weighted_sum(used * scale, sources)
-    if residual is not None:
-        mix = scale * widen(residual) + mix
-    x = mix.to(dtype or sources[0].dtype)
+    x = _mixed(alpha, sources, residual, centered, adds_sources, scale, dtype)
     return (x, alpha) if return_weights else x
+
+
+def static_weights(
+    logits: Float[Tensor, " S"], sources: Sequence[Float[Tensor, "*tokens D"]]
+) -> Float[Tensor, " S"]:
+    """softmax(logits), one weight a source, at the precision of the sum that it is used in."""
+    return torch.softmax(_folded(logits, None, sources[0]), dim=0)
+
+
+def static_mix(
+    sources: Sequence[Float[Tensor, "*tokens D"]],
+    logits: Float[Tensor, " S"],
+    *,
+    residual: Float[Tensor, "*tokens D"] | None = None,
+    centered: bool = False,
+    adds_sources: bool = False,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Float[Tensor, "*tokens D"]:
+    """x = scale * (residual + sum_n alpha_n s_n), alpha = softmax(logits): no token has a say."""
+    alpha = static_weights(logits, sources)
+    return _mixed(alpha[:, None], sources, residual, centered, adds_sources, scale, dtype)
 
 
 def depth_mix_group(
@@ -175,6 +193,23 @@ def _folded(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
     """q = g * w, once, at the precision of the statistics."""
     q = query if key_weight is None else widen(query) * widen(key_weight)
     return q.to(torch.promote_types(torch.promote_types(q.dtype, like.dtype), torch.float32))
+
+
+def _mixed(
+    alpha: Tensor,
+    sources: Sequence[Tensor],
+    residual: Tensor | None,
+    centered: bool,
+    adds_sources: bool,
+    scale: float,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """scale * (residual + sum_n alpha_n s_n), the weights shifted where asked."""
+    used = alpha - 1.0 / len(sources) if centered else alpha + 1.0 if adds_sources else alpha
+    mix = _weighted_sum(used * scale, sources)
+    if residual is not None:
+        mix = scale * widen(residual) + mix
+    return mix.to(dtype or sources[0].dtype)
 
 
 def _weighted_sum(weights: Tensor, sources: Sequence[Tensor]) -> Tensor:
