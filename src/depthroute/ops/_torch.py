@@ -146,7 +146,7 @@ a few, as in decoding."""
 
 def is_few(mix: Mix) -> bool:
     """Whether :func:`few_forward` does this mix, if nothing has to be kept for backward."""
-    is_plain = mix.heads == 1 and mix.prior is None and mix.offset == 0
+    is_plain = mix.heads == 1 and mix.prior is None and mix.offset == 0 and mix.query.is_cpu
     return is_plain and len(mix.sources) * mix.sources[0].numel() <= FEW_ELEMENTS
 
 
@@ -160,13 +160,14 @@ def few_forward(mix: Mix) -> Tensor:
     rstd = norms.square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
     logits = torch.mv(rows, query).mul_(rstd)
     residual = None if mix.residual is None else _as(mix.residual, dtype)
+    weights = torch.softmax(logits.view(count, -1), 0)
+    if scale != 1.0:  # divided, so that they are exactly 1 at zero queries when scale is S
+        weights.div_(1.0 / scale)
     if len(rows) == count:  # one token
-        x = torch.mv(rows.t(), torch.softmax(logits, 0)).view(shape)
+        x = torch.mv(rows.t(), weights.view(count)).view(shape)
     else:
-        weights = torch.softmax(logits.view(count, -1, 1), 0)
-        x = rows.view(count, -1, width).mul_(weights).sum(0).view(shape)
-    x = x if residual is None else x.add_(residual)
-    return _as(x if scale == 1.0 else x.mul_(scale), mix.dtype)
+        x = rows.view(count, -1, width).mul_(weights.unsqueeze(-1)).sum(0).view(shape)
+    return _as(x if residual is None else x.add_(residual, alpha=scale), mix.dtype)
 
 
 @_unrounded
