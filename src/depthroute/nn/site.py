@@ -45,7 +45,7 @@ class SiteParameters:
         """What a stream has at this place, mixed."""
         if self.logits is not None:
             shifts = {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
-            backend = "torch" if backend == "triton" else backend  # a compiler makes its kernel
+            backend = "torch" if backend == "triton" else backend  # a compiler fuses it
             given = mix.sources, self.logits, mix.residual, backend
             x = ops.static_mix(*given, **shifts, scale=mix.scale, dtype=mix.dtype)
             return ops.Boundary(x, None, mix.residual, None, mix.sources)

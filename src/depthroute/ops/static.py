@@ -1,6 +1,6 @@
 """The mix whose weights are parameters: S numbers, the same for every token.
 
-A compiler makes one kernel of the definition, so there is none of its own. Run eagerly, the sources
+A compiler fuses the definition, so there is no kernel of its own. Run eagerly, the sources
 are read one after the other and nothing but x and one wide sum is made of them.
 """
 
