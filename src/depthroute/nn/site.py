@@ -32,10 +32,11 @@ class SiteParameters:
     query: Tensor | None
     key_weight: Tensor | None
     gate: Tensor | None
-    logits: Tensor | None
     eps: float
     heads: int
     head_norm: str
+    logits: Tensor | None = None
+    """In place of query and gain."""
 
     @property
     def slice_norm(self) -> bool:
@@ -145,8 +146,8 @@ class Site(nn.Module):
             nn.init.constant_(self.gate, self.gate_start or 0.0)
 
     def forward(self) -> SiteParameters:
-        given = self.query, self.key_weight, self.gate, self.logits
-        return SiteParameters(*given, self.eps, self.heads, self.head_norm)
+        given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
+        return SiteParameters(*given, self.logits)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""

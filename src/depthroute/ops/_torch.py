@@ -139,15 +139,17 @@ def _with_prior(
     return [_rows(prior), *sources], torch.cat([_rows(prior_lse).unsqueeze(0), logits])
 
 
-FEW_ELEMENTS = 1 << 15
-"""Of all sources, below which copying them side by side costs less than a call for each: a token or
-a few, as in decoding."""
+FEW_TOKENS, FEW_ELEMENTS = 16, 1 << 15
+"""In all sources, up to which copying them side by side costs less than a call for each. So few
+tokens are decoded, not trained on: what is recomputed in training is the same to the bit."""
 
 
 def is_few(mix: Mix) -> bool:
     """Whether :func:`few_forward` does this mix, if nothing has to be kept for backward."""
-    is_plain = mix.heads == 1 and mix.prior is None and mix.offset == 0 and mix.query.is_cpu
-    return is_plain and len(mix.sources) * mix.sources[0].numel() <= FEW_ELEMENTS
+    if mix.heads > 1 or mix.prior is not None or mix.offset or not mix.query.is_cpu:
+        return False
+    elements, width = mix.sources[0].numel(), mix.query.shape[0]
+    return elements <= FEW_TOKENS * width and elements * len(mix.sources) <= FEW_ELEMENTS
 
 
 @_unrounded
