@@ -155,3 +155,38 @@ def test_the_fields_of_a_record_are_the_arguments_of_its_op():
     for op in (*mix.FORWARD.values(), *mix.BACKWARD.values()):
         declared = [argument.name for argument in op.dispatched._schema.arguments]
         assert declared == [*op.record._fields]
+
+
+@pytest.mark.parametrize("case", ["plain", "bfloat16", "residual", "heads", "prior", "prior_alone"])
+def test_gradients_of_a_traced_mix_are_those_of_the_eager_one(case):
+    """What opcheck cannot see, since the ops leave gradients to the function that calls them."""
+    given = mix_arguments(case)
+    tensors = [t for t in (*given.sources, *given.tensors) if t is not None]
+    for tensor in tensors:
+        tensor.requires_grad_()
+
+    def run():
+        return ops.boundary(given, None, ops.Wants(), "torch").x
+
+    traced = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for actual, expected in zip(
+        (traced(), *torch.autograd.grad(traced().float().square().sum(), tensors)),
+        (run(), *torch.autograd.grad(run().float().square().sum(), tensors)),
+        strict=True,
+    ):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(8,), (1, 1, 8), (1, 3, 8), (16, 8)])
+@pytest.mark.parametrize(("scale", "has_residual"), [(1.0, False), (5.0, False), (0.5, True)])
+def test_few_tokens_without_a_gradient_are_mixed_as_many_are(shape, dtype, scale, has_residual):
+    sources, query = [normal(*shape, dtype=dtype) for _ in range(5)], normal(8, dtype=dtype)
+    residual = normal(*shape, dtype=dtype) if has_residual else None
+    settings = {"residual": residual, "scale": scale}
+    given = Mix(sources, query, residual, *[None] * 5, False, 1e-6, 1, False, 0, scale, 0.0, dtype)
+    assert _torch.is_few(given)
+    more = given._replace(sources=[normal(17, 8, dtype=dtype)])
+    assert not _torch.is_few(more)
+    expected = ops.reference.depth_mix(sources, query, **settings)
+    assert_close(ops.depth_mix(sources, query, backend="torch", **settings), expected)

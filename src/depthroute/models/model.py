@@ -127,9 +127,10 @@ class RoutedModel(_Base):
     def merge(self) -> None:
         """Not possible, and this says why."""
         raise DepthrouteError(
-            "routing cannot be merged into the base weights: its weights over depth are a softmax "
-            "of each token's own activations, so no fixed matrices compute the same. Keep the "
-            "routed model, or save_pretrained(adapter_only=True) and attach it to its base"
+            "routing cannot be merged into the base weights: a place reads a weighted sum of what "
+            "came before, mostly with weights of each token's own, and no matrix of the base "
+            "computes that. Keep the routed model, or save_pretrained(adapter_only=True) and "
+            "attach it to its base"
         )
 
     def _init_weights(self, module: nn.Module) -> None:
