@@ -89,7 +89,7 @@ def test_an_adapter_of_before_that_holds_no_numbers_of_its_base_loads(routed, tm
 
 
 def test_merging_says_why_it_cannot_be_done(routed):
-    with pytest.raises(dr.DepthrouteError, match="softmax of each token's own activations"):
+    with pytest.raises(dr.DepthrouteError, match="weights of each token's own"):
         routed.merge()
 
 
