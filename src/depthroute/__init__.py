@@ -20,6 +20,7 @@ from depthroute.errors import BackendError, CheckpointError, ConfigError, Depthr
 if TYPE_CHECKING:
     from depthroute import nn, ops
     from depthroute.config import RoutingConfig
+    from depthroute.diagnostics.importance import importance
     from depthroute.diagnostics.trace import Trace, trace
     from depthroute.models.adapter import load_adapter
     from depthroute.models.convert import (
@@ -49,6 +50,7 @@ _LAZY = {
     "load_reference": "depthroute.models.reference",
     "parameter_groups": "depthroute.models.convert",
     "revert": "depthroute.models.convert",
+    "importance": "depthroute.diagnostics.importance",
     "trace": "depthroute.diagnostics.trace",
 }
 

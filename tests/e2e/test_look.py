@@ -94,6 +94,30 @@ def test_a_model_of_96_layers_fits_80_columns():
         assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_inspect_lists_the_sources_that_are_missed_most(depthroute, folders):
+    text = ["--text", str(folders / "text.txt"), "--importance"]
+    model = str(folders / "delta")
+    status, out, err = depthroute("inspect", model, *text, "--sites", "layers.[12].*", "--json")
+    assert status == 0, err
+    sites = {site["name"]: site for site in json.loads(out)["sites"]}
+    looked_at = {name for name, site in sites.items() if "importance" in site}
+    assert looked_at == {name for name in sites if name.startswith(("layers.1.", "layers.2."))}
+    for name in looked_at:
+        assert len(sites[name]["importance"]) == len(sites[name]["weights"])
+    status, out, err = depthroute("inspect", model, *text, "--sites", "layers.[12].*")
+    assert status == 0, err
+    rows = [line.split() for line in out.splitlines() if line.strip()[:1] in ("+", "-")]
+    found = sorted((r for n in looked_at for r in sites[n]["importance"]), reverse=True)
+    assert [float(row[0]) for row in rows] == [round(rise, 4) for rise in found[:12]]
+    assert "rank correlation of weight and importance: " in out
+    for words, why in (
+        (["--importance", "--sites", "layer"], "no site of this model"),
+        (["--sites", "final"], "add that"),
+    ):
+        status, _, err = depthroute("inspect", model, *text[:2], *words)
+        assert status == 2 and why in err
+
+
 def test_inspect_says_what_routes_nothing(depthroute, folders):
     text = ["--text", str(folders / "text.txt")]
     status, out, _ = depthroute("inspect", str(folders / "standard"), *text)

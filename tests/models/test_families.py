@@ -137,13 +137,15 @@ def test_latent_attention_mixes_the_latent_that_the_cache_holds():
     seen = {}
 
     class Watch:
-        def on_read(self, stream, site, x): ...
+        def on_read(self, stream, site, x):
+            return x
 
         def on_push(self, stream, output):
             return output
 
-        def on_depth_mix(self, layer, layers, weights):
+        def on_depth_mix(self, layer, layers, weights, values, mixed):
             seen[layer] = layers, weights
+            return mixed
 
     from depthroute.diagnostics import observe
 

@@ -105,12 +105,13 @@ def test_an_observer_sees_every_read_and_push_and_may_replace_the_output():
 
         def on_read(self, stream, site, x):
             self.reads.append((stream.index, site, x))
+            return x
 
         def on_push(self, stream, output):
             self.pushes.append(stream.index)
             return 2 * output
 
-        def on_depth_mix(self, layer, layers, weights):
+        def on_depth_mix(self, *_):
             raise AssertionError("not a depth attention")
 
     observer = Observer()

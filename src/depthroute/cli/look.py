@@ -23,6 +23,17 @@ def inspect(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also gradient magnitudes (for --json).")
     ] = False,
+    importance: Annotated[
+        bool,
+        typer.Option(
+            "--importance",
+            help="Also how much the loss rises where a site may not read a source: a forward pass "
+            "for every source of every site.",
+        ),
+    ] = False,
+    sites: Annotated[
+        str, typer.Option(help="Sites to try for --importance, such as `layers.1*.mlp`.")
+    ] = "*",
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -35,12 +46,14 @@ def inspect(
     from depthroute.cli.convert import read_text
     from depthroute.diagnostics import record, trace
     from depthroute.diagnostics.record import first_not_finite
-    from depthroute.diagnostics.terminal import routing_map
+    from depthroute.diagnostics.terminal import importance_table, routing_map
     from depthroute.errors import CheckpointError, ConfigError
 
     if plan:
-        if text is not None or gradients or as_json:
-            raise ConfigError("--plan runs nothing; leave out --text, --gradients and --json")
+        if text is not None or gradients or importance or as_json:
+            raise ConfigError(
+                "--plan runs nothing; leave out --text, --gradients, --importance and --json"
+            )
         from depthroute.models.loading import from_pretrained
 
         print(from_pretrained(model, trust_remote_code=trust_remote_code).plan)
@@ -49,6 +62,8 @@ def inspect(
         raise ConfigError("give the text to run the model on with --text, or ask for the --plan")
     if gradients and not as_json:
         raise ConfigError("--gradients are in the JSON alone; add --json, or leave it out")
+    if sites != "*" and not importance:
+        raise ConfigError(f"--sites {sites!r} says where to look for --importance; add that")
     content = read_text(text)
     with notes().status("running the model"):
         routed, tokenizer = load(
@@ -61,9 +76,10 @@ def inspect(
                 f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "
                 "at least 2; give a longer one"
             )
-        routing = record(
-            trace(routed, ids.to(routed.device), ids.to(routed.device), gradients=gradients)
-        )
+        ids = ids.to(routed.device)
+        seen = trace(routed, ids, ids, gradients=gradients)
+    rises = _importance(routed, ids, sites, seen) if importance else None
+    routing = record(seen, rises)
     if (site := first_not_finite(routing)) is not None:
         raise CheckpointError(
             f"the routing weights of {model!r} are no numbers at {site}: it diverged in training "
@@ -76,6 +92,24 @@ def inspect(
     loss = "not finite" if routing["loss"] is None else f"{routing['loss']:.4f}"
     console.print(f"{model} ({method}): loss {loss} over {ids.numel()} tokens", soft_wrap=True)
     console.print(routing_map(routing, console))
+    if importance:
+        console.print(importance_table(routing))
+
+
+def _importance(model: Any, ids: Any, sites: str, seen: Any) -> Any:
+    from rich.progress import Progress
+
+    from depthroute.diagnostics import importance
+
+    with Progress(console=notes(), transient=True) as bar:
+        task = bar.add_task("without one source", total=None)
+        return importance(
+            model,
+            ids,
+            sites=sites,
+            seen=seen,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
 
 
 @app.command(epilog='Example: `depthroute generate ./smol-delta --prompt "The depth of"`')

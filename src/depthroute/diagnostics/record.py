@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+from torch import Tensor
 
 from depthroute.diagnostics.trace import Trace
 from depthroute.json_shape import is_finite
@@ -22,26 +25,32 @@ def layer_of(name: str, num_layers: int) -> int:
     return num_layers if name == "final" else int(name.split(".")[1])
 
 
-def record(trace: Trace) -> dict[str, Any]:
-    """Every source is named once, in ``sources``; sites refer to it by position."""
+def record(trace: Trace, importance: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+    """Every source is named once, in ``sources``; sites refer to it by position.
+
+    With ``importance``, what :func:`depthroute.importance` found stands beside the weights of the
+    sites that it looked at.
+    """
+    rises = importance or {}
     names = dict.fromkeys(name for site in trace.sites.values() for name in site.source_names)
     ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
     positions = {name: position for position, name in enumerate(ordered)}
     num_layers = 1 + max(layer_of(name, 0) for name in trace.sublayers)
     sites = []
     for site in trace.sites.values():
-        sites.append(
-            {
-                "name": site.name,
-                "kind": kind_of(site.name),
-                "layer": layer_of(site.name, num_layers),
-                "sources": [positions[name] for name in site.source_names],
-                "weights": [_short(w) for w in site.weights.tolist()],
-                "max_weight": _short(site.max_weight),
-                "normalised_max": _short(site.normalised_max),
-                "normalised_entropy": _short(site.normalised_entropy),
-            }
-        )
+        of_site = {
+            "name": site.name,
+            "kind": kind_of(site.name),
+            "layer": layer_of(site.name, num_layers),
+            "sources": [positions[name] for name in site.source_names],
+            "weights": [_short(w) for w in site.weights.tolist()],
+            "max_weight": _short(site.max_weight),
+            "normalised_max": _short(site.normalised_max),
+            "normalised_entropy": _short(site.normalised_entropy),
+        }
+        if site.name in rises:
+            of_site["importance"] = [_finite(rise) for rise in rises[site.name].tolist()]
+        sites.append(of_site)
     sublayers = [
         {
             "name": s.name,

@@ -6,10 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
+from rich.table import Table
 from rich.text import Text
 
+from depthroute.diagnostics.importance import rank_correlation
 from depthroute.diagnostics.record import KINDS
 
 TITLES = {
@@ -68,6 +71,37 @@ def _map(
             line.append(best)
         lines.append(line)
     return lines
+
+
+def importance_table(record: dict[str, Any], rows: int = 12) -> RenderableType:
+    """The sources that are missed most, their weights beside them, and whether the two agree."""
+    found = [
+        (rise, weight, site["name"], record["sources"][position])
+        for site in record["sites"]
+        for position, weight, rise in zip(
+            site["sources"], site["weights"], site.get("importance", ()), strict=False
+        )
+        if rise is not None
+    ]
+    rises, weights = (torch.tensor([row[n] for row in found]) for n in (0, 1))
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("loss without it", "weight"):
+        table.add_column(heading, justify="right")
+    for heading in ("site", "source"):
+        table.add_column(heading, no_wrap=True)
+    for rise, weight, site, source in sorted(found, reverse=True)[:rows]:
+        table.add_row(f"{rise:+.4f}", f"{weight:.2f}", site, source)
+    agreement = rank_correlation(weights, rises)
+    rest = "" if len(found) <= rows else f", the first {rows} of {len(found)}"
+    return Group(
+        Text(f"importance in nats a token{rest}", style="bold"),
+        table,
+        Text(
+            "weight and importance do not vary together here"
+            if agreement is None
+            else f"rank correlation of weight and importance: {agreement:.2f}"
+        ),
+    )
 
 
 def _label(site: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ about it. ``trace(model, input_ids)`` never changes parameters or their ``.grad`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,17 +69,26 @@ class _Recorder:
     outputs: list[Tensor] = field(default_factory=list)
     magnitudes: list[tuple[str, float, float]] = field(default_factory=list)
 
-    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None:
+    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> Tensor:
         if site is None or not stream.place.chooses:
-            return
+            return x
         name = stream.place.name
         weights = site.weights([s.detach() for s in stream.visible()])
         self.sites[name] = summarise(name, stream.place.source_names, weights)
+        return x
 
-    def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None:
+    def on_depth_mix(
+        self,
+        layer: int,
+        layers: tuple[int, ...],
+        weights: Tensor,
+        values: Sequence[Tensor],
+        mixed: Tensor,
+    ) -> Tensor:
         names = tuple(f"layers.{j}" for j in (*layers, layer))
-        name = f"layers.{layer}.values"
+        name = values_name(layer)
         self.sites[name] = summarise(name, names, weights.detach())
+        return mixed
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
         name = stream.place.name
@@ -87,6 +96,11 @@ class _Recorder:
         if self.keep_outputs:
             self.outputs.append(output)
         return output
+
+
+def values_name(layer: int) -> str:
+    """Of the site where a layer's values are mixed."""
+    return f"layers.{layer}.values"
 
 
 def summarise(name: str, names: tuple[str, ...], weights: Tensor) -> SiteTrace:

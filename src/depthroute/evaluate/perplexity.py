@@ -69,7 +69,7 @@ def perplexity(
     try:
         for spans in _batches(_spans(ids.numel(), window, stride), batch_size):
             batch = torch.stack([ids[begin:end] for begin, end in spans]).to(device)
-            for row, (begin, end) in zip(_losses(model, batch), spans, strict=True):
+            for row, (begin, end) in zip(token_losses(model, batch), spans, strict=True):
                 fresh = row[max(seen, begin + 1) - begin - 1 :]
                 total += fresh.double().sum().item()
                 count += fresh.numel()
@@ -89,7 +89,7 @@ def perplexity(
     )
 
 
-def _losses(model: Any, batch: Tensor) -> Tensor:
+def token_losses(model: Any, batch: Tensor) -> Tensor:
     """Nats of every token of each row but the first.
 
     By logsumexp: over a large vocabulary the CPU's fp32 cross entropy is biased (8e-6 nats low for

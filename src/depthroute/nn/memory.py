@@ -39,8 +39,7 @@ class DepthMemory:
         mixed, weights = ops.depth_attention_mix(
             query, keys, values, scaling=scaling, return_weights=True
         )
-        self.observer.on_depth_mix(self.layer, wanted, weights)
-        return mixed
+        return self.observer.on_depth_mix(self.layer, wanted, weights, values, mixed)
 
     def push(self, key: Tensor | None, value: Tensor | None) -> DepthMemory:
         """The memory after this layer, with its key and mixed value if a later layer needs them."""

@@ -15,7 +15,7 @@ of looking at a stream sees the output added.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -31,13 +31,23 @@ from depthroute.plan import Place, Plan
 
 
 class Observer(Protocol):
-    """Something that watches a stream; :func:`depthroute.trace` is one. Absent by default."""
+    """Something that watches a stream; :func:`depthroute.trace` is one. Absent by default.
 
-    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None: ...
+    What a call returns goes on in place of ``x``, the sublayer's output or the mixed values.
+    """
+
+    def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> Tensor: ...
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor: ...
 
-    def on_depth_mix(self, layer: int, layers: tuple[int, ...], weights: Tensor) -> None: ...
+    def on_depth_mix(
+        self,
+        layer: int,
+        layers: tuple[int, ...],
+        weights: Tensor,
+        values: Sequence[Tensor],
+        mixed: Tensor,
+    ) -> Tensor: ...
 
 
 class PreNorm(NamedTuple):
@@ -163,7 +173,7 @@ class ResidualStream:
         stream = self if self.pending is None else self.settled()
         x, after = stream._route(stream.place, chosen)
         if stream.observer is not None:
-            stream.observer.on_read(stream, chosen, x)
+            x = stream.observer.on_read(stream, chosen, x)
         return (x if norm is None else norm.apply(x)), after
 
     def _fuses(self, place: Place) -> bool:

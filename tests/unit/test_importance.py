@@ -1,0 +1,107 @@
+"""Importance: the loss without a source, against the definition with its logit at -inf."""
+
+import math
+
+import pytest
+import torch
+from tests.support import METHODS, plain_model, routed_model, tokens
+
+import depthroute as dr
+from depthroute.diagnostics.importance import importance, rank_correlation, without
+from depthroute.ops import backend, reference
+
+CHOOSING = [n for n in METHODS if n not in ("standard", "x0-skip", "x0-skip learned")]
+
+
+def loss_of(model, ids):
+    with torch.no_grad(), backend("reference"):
+        return model(input_ids=ids, labels=ids).loss.item()
+
+
+def loss_without(monkeypatch, model, ids, site, source):
+    """By the definition, whose softmax is told that the source is out of the question."""
+    at, depth_calls = model.sites.get(site), []
+    originals = reference.depth_logits, reference.static_weights, reference.depth_attention_mix
+
+    def depth_logits(sources, query, *args, **options):
+        logits = originals[0](sources, query, *args, **options)
+        if at is not None and query is at.query:
+            logits[source] = -math.inf
+        return logits
+
+    def static_weights(logits, sources):
+        if at is not None and logits is at.logits:
+            logits = logits.clone()
+            logits[source] = -math.inf
+        return originals[1](logits, sources)
+
+    def depth_attention_mix(query, keys, values, **options):
+        depth_calls.append(len(keys))
+        if site == f"layers.{len(depth_calls)}.values":  # layer 0 mixes nothing
+            keys, values = ([*keys], [*values])
+            del keys[source], values[source]
+        return originals[2](query, keys, values, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reference, "depth_logits", depth_logits)
+        patched.setattr(reference, "static_weights", static_weights)
+        patched.setattr(reference, "depth_attention_mix", depth_attention_mix)
+        return loss_of(model, ids)
+
+
+@pytest.mark.parametrize("name", [n for n in CHOOSING if "two-phase" not in n])
+def test_it_is_the_loss_with_the_source_hidden_from_one_site(monkeypatch, name):
+    model, ids = routed_model(name, layers=4), tokens(1, 12)
+    found = importance(model, ids, batch_size=3)
+    assert found.keys() == dr.trace(model, ids).sites.keys()
+    whole = loss_of(model, ids)
+    sites = list(found)
+    for site in (sites[0], sites[len(sites) // 2], sites[-1]):
+        for source in {0, len(found[site]) - 1}:
+            expected = loss_without(monkeypatch, model, ids, site, source) - whole
+            assert abs(expected) > 1e-6  # or nothing was removed
+            assert found[site][source].item() == pytest.approx(expected, rel=1e-3, abs=3e-6)
+
+
+def test_two_phase_evaluation_changes_nothing():
+    ids = tokens(1, 12)
+    one, two = (
+        importance(routed_model(dr.RoutingConfig("attnres", block_size=4, evaluation=how)), ids)
+        for how in ("one_pass", "two_phase")
+    )
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=3e-6)
+
+
+def test_a_source_that_no_weight_reads_does_not_matter_and_the_only_one_that_is_read_does():
+    weights = torch.tensor([[0.0], [1.0], [0.0]])
+    assert without(weights, 0).equal(weights)
+    assert without(weights, 1).equal(torch.tensor([[0.5], [0.0], [0.5]]))
+    removed = without(torch.tensor([0.5, 0.3, 0.2]), 0)
+    torch.testing.assert_close(removed, torch.tensor([0.0, 0.6, 0.4]))
+
+
+def test_only_the_sites_asked_for_are_tried_and_a_pattern_without_any_is_refused():
+    model, ids = routed_model("delta block"), tokens(1, 12)
+    some = importance(model, ids, sites="layers.[34].*")
+    assert some and all(name.startswith(("layers.3", "layers.4")) for name in some)
+    with pytest.raises(dr.ConfigError, match=r"no site .* matches 'layer\.3'; it has layers\.2"):
+        importance(model, ids, sites="layer.3")
+    standard = dr.convert(plain_model(), dr.RoutingConfig("standard"))
+    with pytest.raises(dr.ConfigError, match="it has none"):
+        importance(standard, ids)
+
+
+def test_it_says_how_far_it_is_and_leaves_the_model_as_it_was():
+    model, ids, told = routed_model("delta block").train(), tokens(1, 12), []
+    importance(model, ids, sites="layers.5.mlp", batch_size=2, progress=lambda *n: told.append(n))
+    assert told == [(2, 3), (3, 3)] and model.training and model.sites.observer is None
+
+
+def test_rank_correlation_is_spearmans():
+    a = torch.tensor([0.1, 0.4, 0.2, 0.4], dtype=torch.float64)
+    assert rank_correlation(a, a * 3 + 1) == pytest.approx(1.0)
+    assert rank_correlation(a, -a) == pytest.approx(-1.0)
+    assert rank_correlation(a, torch.tensor([1.0, 2.0, 4.0, 3.0])) == pytest.approx(0.3162278)
+    assert rank_correlation(a, torch.ones(4)) is None
