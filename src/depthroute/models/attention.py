@@ -43,7 +43,8 @@ _call = threading.local()
 
 def use(model: Any) -> Any:
     """``model``, running this where it would run ``sdpa``; any other choice is left alone."""
-    if model.config._attn_implementation == "sdpa":
+    config = model.config
+    if config._attn_implementation == "sdpa" and config.model_type in ARCHITECTURES:
         model.set_attn_implementation(IMPLEMENTATION)
     return model
 
