@@ -4,8 +4,10 @@ where there is nothing to mask, compiled or not."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -379,6 +381,15 @@ def test_a_routed_model_on_any_adapter_of_peft_still_runs_it(calls):
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
     model(input_ids=tokens(), use_cache=False).logits.sum().backward()
     assert calls and all(is_plain(call) for call in calls)
+
+
+def test_the_example_of_the_docs_runs():
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    section = text.split("### Attention")[1].split("\n##")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    shown = {}
+    exec(compile(code, "docs/training.md", "exec"), shown)
+    assert shown["loss"].isfinite() and shown["model"].config._attn_implementation == "sdpa"
 
 
 @pytest.fixture
