@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from bench import attention as attending
 from bench import breakdown, kernels, peers, tuning
 from bench import ops as contest
 from bench import path as paths
@@ -94,6 +95,26 @@ def path(*, device: Gpu = "auto", output: OutputOptions) -> None:
     record = record_of("path", output, **sizes)
     paths.run(record, where)
     output.finish(record, "how budget forward_ms both_ms peak_gb", "residual path")
+
+
+@app.command(epilog="Example: `python -m bench attention --out attention.json`")
+def attention(
+    *,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 2048,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """Attention over time: causal by name, with a dense mask, FlexAttention, variable lengths.
+
+    Whole sequences first, then packed documents, 16 heads of 128 on 8 of keys and values, bf16.
+    """
+    where = timing.device_of(device, "attention", cpu=False)
+    shape = attending.Shape(batch=batch_size, tokens=sequence_length)
+    record = record_of("attention", output, **shape._asdict())
+    attending.run(record, where, shape, tuple(attending.PATTERNS))
+    columns = "pattern how budget mask_ms forward_ms both_ms peak_gb"
+    output.finish(record, columns, "attention over time")
 
 
 @app.command(

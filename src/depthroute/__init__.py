@@ -1,8 +1,8 @@
 """Learned routing over depth for Transformers.
 
 ``depthroute.ops`` and ``depthroute.nn`` need only torch. Everything loads on first use, so that
-importing this package costs little; transformers' Auto classes know routed checkpoints as soon as
-both are imported, in whatever order.
+importing this package costs little; transformers' Auto classes know routed checkpoints, and its
+models the attention ``depthroute_sdpa``, as soon as both are imported, in whatever order.
 """
 
 from __future__ import annotations
@@ -80,15 +80,21 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-_AUTO_CLASSES = "transformers.models.auto.configuration_auto"
-_REGISTRATION = "depthroute.models.auto"
+_REGISTRATIONS = {
+    "transformers.models.auto.configuration_auto": "depthroute.models.auto",
+    "transformers.modeling_utils": "depthroute.models.attention",
+}
+"""What of this package is imported behind a module of transformers, to be known there."""
 
 
 class _Registration:
-    """Registers routed models when transformers' Auto classes are imported after this package."""
+    """Waits for a module of transformers that is imported after this package."""
+
+    def __init__(self, awaited: str) -> None:
+        self.awaited = awaited
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != _AUTO_CLASSES:
+        if name != self.awaited:
             return None
         sys.meta_path.remove(self)  # pyright: ignore[reportArgumentType]
         spec = importlib.util.find_spec(name)
@@ -98,13 +104,14 @@ class _Registration:
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
-            importlib.import_module(_REGISTRATION)
+            importlib.import_module(_REGISTRATIONS[name])
 
         spec.loader.exec_module = execute_and_register
         return spec
 
 
-if _AUTO_CLASSES in sys.modules:
-    importlib.import_module(_REGISTRATION)
-else:
-    sys.meta_path.insert(0, _Registration())  # pyright: ignore[reportArgumentType]
+for _awaited, _registration in _REGISTRATIONS.items():
+    if _awaited in sys.modules:
+        importlib.import_module(_registration)
+    else:
+        sys.meta_path.insert(0, _Registration(_awaited))  # pyright: ignore[reportArgumentType]

@@ -214,6 +214,7 @@ def build(
     """
     import torch
 
+    from depthroute.models import attention
     from depthroute.models.convert import from_config
     from depthroute.models.settings import make_config
 
@@ -221,7 +222,7 @@ def build(
     config = make_config(preset.model_type, preset.model)
     options = {} if dtype is None else {"dtype": dtype}
     with contextlib.nullcontext() if device is None else torch.device(device):
-        return from_config(config, routing or preset.routing, **options)
+        return attention.use(from_config(config, routing or preset.routing, **options))
 
 
 def with_model(preset: Preset, changes: dict[str, Any]) -> Preset:

@@ -31,7 +31,7 @@ def bench(depthroute, monkeypatch):
     return depthroute
 
 
-USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "path", "tune", "step")
+USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "attention", "path", "tune", "step")
 
 
 @pytest.mark.parametrize(

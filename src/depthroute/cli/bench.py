@@ -34,6 +34,7 @@ HEADINGS = {
     "forward_ms": ("forward ms", "{:.4f}"),
     "forward_frac": ("of copy", "{:.3f}"),
     "both_ms": ("with backward ms", "{:.4f}"),
+    "mask_ms": ("mask ms", "{:.4f}"),
     "both_frac": ("of copy", "{:.3f}"),
     "frac": ("of copy", "{:.3f}"),
     "ms": ("ms", "{:.3f}"),

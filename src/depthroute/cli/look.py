@@ -172,11 +172,12 @@ def load(
 ) -> tuple[Any, Any]:
     """The model on its device, and its tokenizer."""
     from depthroute.errors import CheckpointError
+    from depthroute.models import attention
     from depthroute.models.loading import load_model, load_tokenizer, tokenizer_source
     from depthroute.train.prepare import choose_device
 
     where = choose_device(device)
-    model = load_model(name, trust_remote_code=trust_remote_code)
+    model = attention.use(load_model(name, trust_remote_code=trust_remote_code))
     if needs_routing and not hasattr(model, "sites"):
         raise CheckpointError(
             f"{name!r} holds a plain {model.config.model_type!r} model, which routes nothing; "

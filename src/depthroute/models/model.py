@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
-from depthroute.models import depth_attention, saving
+from depthroute.models import attention, depth_attention, saving
 from depthroute.models.adoption import adopted, plain_class
 from depthroute.models.architecture import Architecture, architecture_for
 from depthroute.models.folder import check_weights
@@ -144,6 +144,12 @@ class RoutedDecoder(RoutedModel):
     """Mixed into a family's decoder."""
 
     routing: Sites
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # known here alone: positions that are given may restart, those a decoder makes never do
+        has_own_positions = kwargs.get("position_ids") is None and len(args) < 3
+        with attention.whole_sequences(has_own_positions):
+            return super().__call__(*args, **kwargs)
 
     @classmethod
     def adopting(cls, decoder: Any, plan: Plan) -> Any:

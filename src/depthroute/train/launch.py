@@ -23,7 +23,7 @@ from depthroute.data.sources import TextSource
 from depthroute.data.vocabulary import Vocabulary
 from depthroute.errors import ConfigError
 from depthroute.json_shape import ANYTHING, NUMBER, WHOLE, check
-from depthroute.models import saving
+from depthroute.models import attention, saving
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.models.model import plan_for
@@ -151,7 +151,7 @@ def finetune(
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
-            plain = load_plain(base, dtype=torch.float32).to(device)
+            plain = attention.use(load_plain(base, dtype=torch.float32)).to(device)
             verify = None
             if tolerance is not None and not is_resumed:
                 verify = data.validation_batches(1)[0].inputs.to(device)
@@ -261,7 +261,8 @@ def _finish(
     def whole(trainer: Trainer) -> Any:
         if not is_sharded(trainer.model):
             return trainer.inner
-        return load_model(str(run.path / "model"), dtype=torch.float32).to(trainer.device)
+        loaded = load_model(str(run.path / "model"), dtype=torch.float32)
+        return attention.use(loaded).to(trainer.device)
 
     def write() -> None:
         if request.look is not None:
