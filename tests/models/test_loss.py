@@ -10,8 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import depthroute as dr
 from depthroute import ops
@@ -20,6 +18,7 @@ from depthroute.errors import ConfigError
 from depthroute.models.architecture import ARCHITECTURES
 from depthroute.train.loss import loss_sum, obstacle
 from depthroute.train.trainer import Trainer
+from tests.dispatch import Largest
 from tests.families import family_model
 from tests.support import disturb_routing, plain_model, tokens
 from tests.training import SETTINGS, build, take_steps, words
@@ -191,18 +190,6 @@ def test_a_hook_on_the_head_is_called_though_it_came_after_the_first_step():
     assert seen == [256]
 
 
-class Largest(TorchDispatchMode):
-    """Numbers in the largest tensor that any operation makes."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        made = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.count = max(self.count, *made, 0)
-        return result
-
-
 def test_a_step_never_holds_the_logits_of_more_tokens_than_a_chunk():
     tokens, vocabulary = SETTINGS.tokens_per_step, 256
     found = {}
@@ -214,14 +201,6 @@ def test_a_step_never_holds_the_logits_of_more_tokens_than_a_chunk():
         found[chunk] = largest.count
     assert found[0] == tokens * vocabulary
     assert found[8] < tokens * vocabulary / 2
-
-
-def test_without_a_setting_a_chunk_is_so_many_numbers(monkeypatch):
-    monkeypatch.setattr("depthroute.ops.cross_entropy.CHUNK_LOGITS", 100 * 64)
-    hidden, weight = torch.randn(500, 8, requires_grad=True), torch.randn(64, 8)
-    with Largest() as largest:
-        ops.linear_cross_entropy(hidden, weight, torch.zeros(500, dtype=torch.int64)).backward()
-    assert largest.count == 128 * 64  # 100 rows, rounded up
 
 
 def curve(**changes):
@@ -249,55 +228,17 @@ def test_in_bf16_it_is_no_further_from_fp32_than_whole_logits_are():
     assert 0 < distance[7] <= 2 * distance[0]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_step_is_one_graph_of_any_number_of_chunks(backend):
+def test_a_compiled_model_gives_its_loss_in_one_graph():
     torch._dynamo.reset()
-    model = routed()
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(len(graph.graph.nodes))
-        if backend == "eager":
-            return graph.forward
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    expected, expected_grads = loss_and_gradients(model, 2)
-    model.zero_grad(set_to_none=True)
-    compiled = torch.compile(loss_sum, backend=count, fullgraph=True, dynamic=False)
-    loss = compiled(model, batch(), 2)
-    (loss / 18).backward()
-    assert_close(loss.detach(), expected, rtol=1e-6, atol=0.0)
-    for name, grad in expected_grads.items():
-        assert_close(model.get_parameter(name).grad, grad, rtol=1e-4, atol=1e-6)
-    compiled(model, batch(), 1)
-    assert len(graphs) == 2 and graphs[0] == graphs[1]  # nodes: chunks are not unrolled
-
-
-class Products(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (
-            torch.ops.aten.mm,
-            torch.ops.aten.addmm,
-            torch.ops.aten.addmm_,
-        )
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("frozen", "products"),
-    [((), 3), (("weight",), 2), (("hidden",), 2), (("hidden", "weight"), 1)],
-)
-def test_no_gradient_is_worked_out_that_nobody_wants(frozen, products):
-    given = {"hidden": torch.randn(6, 8), "weight": torch.randn(20, 8)}
-    for name, tensor in given.items():
-        tensor.requires_grad_(name not in frozen)
-    with Products() as seen:
-        ops.linear_cross_entropy(*given.values(), torch.zeros(6, dtype=torch.int64))
-    assert seen.count == products
-    with torch.no_grad(), Products() as seen:
-        ops.linear_cross_entropy(*given.values(), torch.zeros(6, dtype=torch.int64))
-    assert seen.count == 1
+    model, given = build("standard"), words().batch(0, 0)
+    results = []
+    for function in (
+        loss_sum,
+        torch.compile(loss_sum, backend="aot_eager", fullgraph=True, dynamic=False),
+    ):
+        model.zero_grad(set_to_none=True)
+        loss = function(model, given, 5)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected, rtol=1e-4, atol=1e-6)

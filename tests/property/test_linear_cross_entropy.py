@@ -105,6 +105,9 @@ def test_under_autocast_the_head_keeps_its_dtype_and_its_gradient_is_summed_in_f
     with torch.autocast("cpu", dtype=torch.bfloat16):
         native = results(ops.reference.linear_cross_entropy, *tensors, **options)
         actual = results(ops.linear_cross_entropy, *tensors, **options, chunk=chunk)
+    cast = [t if t is None or t is targets else t.bfloat16() for t in tensors]
+    loss = results(ops.linear_cross_entropy, *cast, **options, chunk=chunk)["loss"]
+    assert torch.equal(actual["loss"], loss)
     for name, truth in exact.items():
         assert actual[name].dtype == torch.float32
         unit = torch.finfo(torch.bfloat16).eps * float(truth.norm())

@@ -149,23 +149,22 @@ def by_chunks(given: HeadLoss, row_losses: RowLosses) -> HeadLossResults:
     hidden, wide = given.hidden, _wide(given)
     tokens, vocabulary = len(hidden), len(given.weight)
     rows = given.chunk or _balanced(tokens, vocabulary)
-    with torch.autocast(hidden.device.type, enabled=False):
-        weight = given.weight.to(hidden.dtype)  # once, not a chunk
-        bias = None if given.bias is None else given.bias.to(hidden.dtype)
-        losses = hidden.new_empty(tokens, dtype=wide)
-        sums = _Sums.starting(given, weight, wide)
-        memory = hidden.new_empty(min(rows, tokens), _rounded_up(vocabulary))[:, :vocabulary]
-        for start in range(0, tokens, rows):
-            part = slice(start, start + rows)
-            x = hidden[part]
-            logits = memory[: len(x)]
-            if bias is None:
-                torch.mm(x, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, x, weight.t(), out=logits)
-            losses[part] = row_losses(logits, given.targets[part], given)
-            sums.add(part, x, logits)
-        return losses.sum(), sums.as_wanted(given)
+    weight = given.weight.to(hidden.dtype)  # once, not a chunk
+    bias = None if given.bias is None else given.bias.to(hidden.dtype)
+    losses = hidden.new_empty(tokens, dtype=wide)
+    sums = _Sums.starting(given, weight, wide)
+    memory = hidden.new_empty(min(rows, tokens), _rounded_up(vocabulary))[:, :vocabulary]
+    for start in range(0, tokens, rows):
+        part = slice(start, start + rows)
+        x = hidden[part]
+        logits = memory[: len(x)]
+        if bias is None:
+            torch.mm(x, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x, weight.t(), out=logits)
+        losses[part] = row_losses(logits, given.targets[part], given)
+        sums.add(part, x, logits)
+    return losses.sum(), sums.as_wanted(given)
 
 
 class _Sums(NamedTuple):
@@ -190,16 +189,23 @@ class _Sums(NamedTuple):
     def add(self, part: slice, x: Tensor, gradient: Tensor) -> None:
         if self.hidden is not None:
             torch.mm(gradient, self.head, out=self.hidden[part])
-        if self.weight is not None and x.dtype == self.weight.dtype:
-            self.weight.addmm_(gradient.t(), x)
-        elif self.weight is not None:
-            self.weight.add_(gradient.t() @ x)
+        if self.weight is not None:
+            _add_product(self.weight, gradient.t(), x)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
     def as_wanted(self, given: HeadLoss) -> list[Tensor]:
         sums = [total for total in self[:3] if total is not None]
         return [total.to(t.dtype) for total, t in zip(sums, given.wanted, strict=True)]
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == b.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:  # the product is added as it is summed, in fp32
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def _row_losses(logits: Tensor, targets: Tensor, given: HeadLoss) -> Tensor:
