@@ -134,6 +134,14 @@ def hooked_head_before(model):
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
 
 
+def hooked_model(model):
+    def doubled(module, inputs, output):
+        output.logits = output.logits * 2
+        return output
+
+    model.register_forward_hook(doubled)
+
+
 def own_forward(model):
     forward = model.forward
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
@@ -157,6 +165,7 @@ CHANGES = [
     replaced_head,
     hooked_head,
     hooked_head_before,
+    hooked_model,
     own_forward,
     head_with_a_forward,
     lora_head,
@@ -166,7 +175,7 @@ CHANGES = [
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_head_that_is_no_plain_linear_layer_gives_whole_logits(change):
+def test_a_head_that_is_no_plain_linear_layer_and_a_changed_forward_give_whole_logits(change):
     model = routed(tie_word_embeddings=False)
     assert obstacle(model) is None
     model = change(model) or model

@@ -213,7 +213,7 @@ class RoutedCausalLM(RoutedModel):
         :func:`depthroute.train.loss.obstacle` knows where that is not so.
         """
         head: Any = self.get_output_embeddings()
-        hidden = self._decoder(*args, **kwargs).last_hidden_state
+        hidden = self._decoder(*args, **kwargs)[0]
         options = self.architecture.logit_options(self.config)
         return ops.linear_cross_entropy(
             hidden, head.weight, targets, head.bias, chunk=chunk, **options

@@ -63,9 +63,8 @@ RowLosses = Callable[[Tensor, Tensor, HeadLoss], Tensor]
 
 def _fake(*arguments) -> HeadLossResults:
     given = HeadLoss(*arguments)
-    return given.hidden.new_empty((), dtype=_wide(given)), [
-        torch.empty_like(t) for t in given.wanted
-    ]
+    gradients = [torch.empty_like(t) for t in given.wanted]
+    return given.hidden.new_empty((), dtype=_wide(given)), gradients
 
 
 def _torch_forward(given: HeadLoss) -> HeadLossResults:
@@ -152,7 +151,7 @@ def by_chunks(given: HeadLoss, row_losses: RowLosses) -> HeadLossResults:
     weight = given.weight.to(hidden.dtype)  # once, not a chunk
     bias = None if given.bias is None else given.bias.to(hidden.dtype)
     losses = hidden.new_empty(tokens, dtype=wide)
-    sums = _Sums.starting(given, weight, wide)
+    sums = _Sums(given, weight, wide)
     memory = hidden.new_empty(min(rows, tokens), _rounded_up(vocabulary))[:, :vocabulary]
     for start in range(0, tokens, rows):
         part = slice(start, start + rows)
@@ -164,27 +163,18 @@ def by_chunks(given: HeadLoss, row_losses: RowLosses) -> HeadLossResults:
             torch.addmm(bias, x, weight.t(), out=logits)
         losses[part] = row_losses(logits, given.targets[part], given)
         sums.add(part, x, logits)
-    return losses.sum(), sums.as_wanted(given)
+    return losses.sum(), sums.as_wanted()
 
 
-class _Sums(NamedTuple):
+class _Sums:
     """The gradients that are wanted, while those of chunks of logits are added to them."""
 
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    head: Tensor
-    """The weight that the products read."""
-
-    @classmethod
-    def starting(cls, given: HeadLoss, weight: Tensor, wide: torch.dtype) -> _Sums:
+    def __init__(self, given: HeadLoss, weight: Tensor, wide: torch.dtype) -> None:
         of_hidden, of_weight, of_bias = given.wants
-        return cls(
-            torch.empty_like(given.hidden) if of_hidden else None,
-            torch.zeros_like(weight, dtype=wide) if of_weight else None,
-            weight.new_zeros(len(weight), dtype=wide) if of_bias else None,
-            weight,
-        )
+        self.given, self.head = given, weight
+        self.hidden = torch.empty_like(given.hidden) if of_hidden else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        self.bias = weight.new_zeros(len(weight), dtype=wide) if of_bias else None
 
     def add(self, part: slice, x: Tensor, gradient: Tensor) -> None:
         if self.hidden is not None:
@@ -194,9 +184,9 @@ class _Sums(NamedTuple):
         if self.bias is not None:
             self.bias.add_(gradient.sum(0, dtype=self.bias.dtype))
 
-    def as_wanted(self, given: HeadLoss) -> list[Tensor]:
-        sums = [total for total in self[:3] if total is not None]
-        return [total.to(t.dtype) for total, t in zip(sums, given.wanted, strict=True)]
+    def as_wanted(self) -> list[Tensor]:
+        sums = [total for total in (self.hidden, self.weight, self.bias) if total is not None]
+        return [total.to(t.dtype) for total, t in zip(sums, self.given.wanted, strict=True)]
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

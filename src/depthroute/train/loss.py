@@ -48,7 +48,9 @@ def obstacle(model: Any) -> str | None:
 
 
 def head_obstacle(model: Any) -> str | None:
-    """Of the head alone, which may change between steps: it may get a hook."""
+    """Such as may come between steps: a hook."""
+    if len(model._forward_hooks) > is_sharded(model):  # FSDP2 has one of its own
+        return "it has forward hooks, which want logits"
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a plain linear layer"
