@@ -83,6 +83,13 @@ def test_two_processes_equal_one(seen, mode, case):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_makes_whole_logits(seen, mode, case):
+    parts = CASES[case][1].get("accumulation", 1)
+    assert [rank[mode][case]["losses without logits"] for rank in seen] == [6 * parts] * RANKS
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_layer_inside_a_group_gets_its_log_sum_exps_unrounded(seen, mode):
     assert [rank[mode]["statistics"] for rank in seen] == [["torch.float32"]] * RANKS
 

@@ -63,6 +63,7 @@ TRAINING: dict[str, st.SearchStrategy[Any]] = {
     "precision": st.sampled_from(["fp32", "bf16"]),
     "gradient_checkpointing": st.booleans(),
     "compile": st.none(),
+    "loss_chunk": st.sampled_from([None, 0, 3]),
     "document_masking": st.booleans(),
     "on_bad_step": st.sampled_from(["stop", "skip"]),
     "spike": st.sampled_from([1.0, 5]),

@@ -335,3 +335,58 @@ class AttentionCase:
         with torch.no_grad():
             expected, found = self.call(None, **inputs)[1], self.call("triton", **inputs)[1]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """Hidden states and a head; every third target is ignored."""
+
+    tokens: int
+    vocabulary: int
+    width: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    chunk: int | None = None
+    all_ignored: bool = False
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(self.dtype)
+
+        made = {"hidden": 3 * draw(self.tokens, self.width)}
+        made["weight"] = draw(self.vocabulary, self.width)
+        return made | ({"bias": draw(self.vocabulary)} if self.bias else {})
+
+    def targets(self, device: str) -> Tensor:
+        targets = torch.arange(self.tokens, device=device) * 7919 % self.vocabulary
+        targets[:: 1 if self.all_ignored else 3] = -100
+        return targets
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        options: dict = {"scale": self.scale, "softcap": self.softcap}
+        function = reference.linear_cross_entropy
+        if backend is not None:
+            function = ops.linear_cross_entropy
+            options |= {"backend": backend, "chunk": self.chunk}
+        hidden, weight = given["hidden"], given["weight"]
+        targets = self.targets(hidden.device.type)
+        return (function(hidden, weight, targets, given.get("bias"), **options),)
+
+    def check(self, device: str, backend: str = "triton") -> None:
+        torch.manual_seed(0)
+        inputs, grads = self.inputs(device), [torch.tensor(1 / 3, device=device)]
+
+        def definition(**given: Tensor) -> Sequence[Tensor]:
+            return self.call(None, **given)
+
+        exact = with_gradients(definition, inputs, grads, torch.float64)
+        native = with_gradients(definition, inputs, grads)
+        with ops.record_backends() as ran:
+            kernel = with_gradients(lambda **g: self.call(backend, **g), inputs, grads)
+        assert ran == {("linear_cross_entropy", backend): 1}
+        assert_within_budget(exact, native, kernel)
+        with torch.no_grad():
+            (alone,) = self.call(backend, **inputs)
+        torch.testing.assert_close(alone, kernel["output 0"], rtol=1e-6, atol=0.0)

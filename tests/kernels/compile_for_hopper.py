@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from depthroute.ops import backends
-from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, LossCase, MixCase
 from tests.kernels.hopper import HopperDriver
 
 CASES = [
@@ -34,6 +34,8 @@ CASES = [
     GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
     AttentionCase(3, 1, 3, 4, 2, 64),
     AttentionCase(9, 1, 3, 4, 2, 64),
+    LossCase(3, 50257),
+    LossCase(3, 50257, dtype=torch.float32, scale=0.5, softcap=30.0),
 ]
 
 

@@ -29,6 +29,7 @@ KERNELS = {
     "mix_forward_kernel",
     "resident_backward_kernel",
     "resident_forward_kernel",
+    "row_losses_kernel",
     "sum_rows_kernel",
 }
 

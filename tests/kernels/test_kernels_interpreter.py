@@ -17,7 +17,7 @@ import torch
 
 from depthroute import ops
 from depthroute.errors import BackendError
-from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
+from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, LossCase, MixCase
 
 pytest.importorskip("triton")
 
@@ -161,6 +161,45 @@ ATTENTION = [
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
     case.check("cpu")
+
+
+LOSS = [
+    LossCase(5, 99),
+    LossCase(5, 64, dtype=fp32, chunk=2),
+    LossCase(7, 31, dtype=fp16, bias=True, chunk=3),
+    LossCase(4, 130, scale=0.25, softcap=3.0),
+    LossCase(4, 130, dtype=fp32, scale=3.0, softcap=30.0, bias=True),
+    LossCase(3, 33, all_ignored=True, chunk=1),
+]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", LOSS, ids=str)
+def test_the_loss_keeps_the_error_budget(case: LossCase):
+    case.check("cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_an_ignored_row_that_is_no_number_does_no_harm_and_any_other_is_seen(backend):
+    """Among logits that are -inf."""
+    hidden, weight = torch.ones(3, 4), torch.ones(40, 4)
+    weight[7:] = -float("inf")
+    hidden[1] = float("nan")
+    targets = torch.tensor([3, -100, 0])
+    given = hidden.requires_grad_(), weight, targets
+    loss = ops.linear_cross_entropy(*given, backend=backend)
+    torch.testing.assert_close(loss, 2 * torch.tensor(7.0).log())
+    assert torch.isnan(ops.linear_cross_entropy(hidden[1:2], weight, targets[:1], backend=backend))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("target", [40, -1])
+def test_a_target_that_is_no_word_is_seen_in_the_loss(target):
+    hidden, weight = torch.ones(2, 4), torch.ones(40, 4)
+    loss = ops.linear_cross_entropy(hidden, weight, torch.tensor([3, target]), backend="triton")
+    assert torch.isnan(loss)
 
 
 @pytest.mark.interpreter

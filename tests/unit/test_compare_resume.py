@@ -184,6 +184,15 @@ def test_a_run_keeps_the_names_of_methods_that_it_was_begun_with(tmp_path, kille
     assert theirs == [r | {"method": names.get(r["method"])} for r in mine]
 
 
+def test_a_run_from_before_a_setting_was_there_goes_on(tmp_path, killed, whole):
+    run = copy(killed, tmp_path / "run")
+    config = run.read_json("config.json")
+    del config["train"]["loss_chunk"]
+    run.write_json("config.json", config)
+    compare(run, is_resumed=True)
+    assert timeless(run) == timeless(whole[0])
+
+
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):
     run = copy(killed, tmp_path / "run")
     for path in (run.path / "checkpoints").iterdir():

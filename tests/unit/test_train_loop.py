@@ -7,7 +7,8 @@ from tests.training import SETTINGS, SMALL, build, take_steps, words
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from depthroute.data.batches import Batch
-from depthroute.train.trainer import DivergenceError, Trainer, loss_sum
+from depthroute.train.loss import loss_sum
+from depthroute.train.trainer import DivergenceError, Trainer
 
 
 def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit():

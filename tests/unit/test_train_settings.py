@@ -46,6 +46,7 @@ def test_settings_survive_a_trip_through_json():
         ({"betas": (0.9, float("nan"))}, r"each of train.betas=nan must be .* and below 1"),
         ({"lr": 10**400}, r"train.lr=10000.* must be a finite number greater than 0"),
         ({"steps": 10**20}, r"train.steps=1000.* is too large; use at most 92"),
+        ({"loss_chunk": -1}, r"train.loss_chunk=-1 must be a whole number of at least 0"),
         ({"steps": True}, r"train.steps=True must be a whole number of at least 1"),
     ],
 )

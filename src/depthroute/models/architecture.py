@@ -45,6 +45,10 @@ class Architecture:
     """Layer attribute that multiplies a sublayer's output before it is added."""
     parallel: bool | str = False
     """Attention and MLP read the same input; a string names the configuration flag for it."""
+    logit_scale: str | None = None
+    """Configuration attribute that multiplies the logits of the head."""
+    logit_divisor: str | None = None
+    logit_softcap: str | None = None
     cache_argument: str = "past_key_values"
     ignored_arguments: tuple[str, ...] = ()
     """Arguments of the layer that its attention does not take."""
@@ -61,6 +65,14 @@ class Architecture:
     def is_linear(self, attention: nn.Module) -> bool:
         """Whether this layer's attention keeps a recurrent state instead of keys and values."""
         return type(attention).__name__ in self.linear_attentions
+
+    def logit_options(self, config: Any) -> dict[str, Any]:
+        """What lies between head and loss, for :func:`depthroute.ops.linear_cross_entropy`."""
+        scale, divisor, softcap = (
+            None if name is None else getattr(config, name)
+            for name in (self.logit_scale, self.logit_divisor, self.logit_softcap)
+        )
+        return {"scale": (1.0 if scale is None else scale) / (divisor or 1.0), "softcap": softcap}
 
     def sublayers(self, config: Any) -> tuple[str, ...]:
         return ("block",) if self.is_parallel(config) else ("attention", "mlp")
@@ -131,6 +143,7 @@ SANDWICH_NORM: dict[str, Any] = {
     "attention": Sublayer("self_attn", norm="input_layernorm", after=("post_attention_layernorm",)),
     "mlp": Sublayer("mlp", norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
 }
+SOFTCAPPED: dict[str, Any] = {"logit_softcap": "final_logit_softcapping"}
 
 ARCHITECTURES: dict[str, Architecture] = {
     entry.model_type: entry
@@ -141,10 +154,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("qwen3", "Qwen3ForCausalLM", **PRE_NORM),
         Architecture("smollm3", "SmolLM3ForCausalLM", **PRE_NORM),
         Architecture("starcoder2", "Starcoder2ForCausalLM", eps="norm_epsilon", **PRE_NORM),
-        Architecture("granite", "GraniteForCausalLM", multiplier="residual_multiplier", **PRE_NORM),
+        Architecture(
+            "granite",
+            "GraniteForCausalLM",
+            multiplier="residual_multiplier",
+            logit_divisor="logits_scaling",
+            **PRE_NORM,
+        ),
         Architecture("olmo2", "Olmo2ForCausalLM", **POST_NORM),
-        Architecture("gemma2", "Gemma2ForCausalLM", **SANDWICH_NORM),
-        Architecture("gemma3_text", "Gemma3ForCausalLM", **SANDWICH_NORM),
+        Architecture("gemma2", "Gemma2ForCausalLM", **SANDWICH_NORM, **SOFTCAPPED),
+        Architecture("gemma3_text", "Gemma3ForCausalLM", **SANDWICH_NORM, **SOFTCAPPED),
         Architecture(
             "phi3",
             "Phi3ForCausalLM",
@@ -176,6 +195,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             mlp=Sublayer("mlp", norm="input_layernorm"),
             eps="layer_norm_eps",
             parallel=True,
+            logit_scale="logit_scale",
         ),
         Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
         Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),

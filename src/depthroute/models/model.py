@@ -4,12 +4,15 @@ causal language model over that. Forward, loss and generate are the family's."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 from torch import Tensor, nn
 
+from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models import attention, depth_attention, saving
@@ -201,6 +204,27 @@ class RoutedCausalLM(RoutedModel):
 
     decoder_class: ClassVar[type[RoutedDecoder]]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if RoutedCausalLM in cls.__bases__:
+            cls.forward = _also_loss(cls.forward)
+
+    def summed_loss(
+        self, targets: Tensor, *args: Any, chunk: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Cross-entropy of ``targets`` in nats, summed, without whole logits: those of ``chunk``
+        tokens are made at a time. Other arguments are the decoder's.
+
+        What lies between head and loss is what the architecture says, and the head a linear layer;
+        :func:`depthroute.train.loss.obstacle` knows where that is not so.
+        """
+        head: Any = self.get_output_embeddings()
+        hidden = self._decoder(*args, **kwargs)[0]
+        options = self.architecture.logit_options(self.config)
+        return ops.linear_cross_entropy(
+            hidden, head.weight, targets, head.bias, chunk=chunk, **options
+        )
+
     @classmethod
     def adopting(cls, model: Any, config: Any) -> Any:
         """A routed model of what the family's ``model`` holds, with the configuration ``config``
@@ -222,6 +246,19 @@ class RoutedCausalLM(RoutedModel):
         plain._no_split_modules = _family_names(self._no_split_modules)
         _set_config(plain, config)
         return plain
+
+
+def _also_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` that given ``targets`` returns their summed loss: as a call of the model, which
+    DDP, FSDP2 and hooks see."""
+
+    @wraps(forward)  # generation asks for the signature
+    def forward_or_loss(self: Any, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
+        if targets is None:
+            return forward(self, *args, **kwargs)
+        return self.summed_loss(targets, *args, **kwargs)
+
+    return forward_or_loss
 
 
 def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:

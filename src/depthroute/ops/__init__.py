@@ -14,6 +14,7 @@ from depthroute.ops.backends import (
     keeping_backend,
     record_backends,
 )
+from depthroute.ops.cross_entropy import linear_cross_entropy
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
 from depthroute.ops.mix import (
@@ -48,6 +49,7 @@ __all__ = [
     "depth_mix_merge",
     "fuses_boundary",
     "keeping_backend",
+    "linear_cross_entropy",
     "record_backends",
     "reference",
     "static_mix",

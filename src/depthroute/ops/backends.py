@@ -19,7 +19,13 @@ from depthroute.ops.private.transforms import refuse_transforms
 
 logger = logging.getLogger("depthroute")
 
-OPS = ("depth_mix", "depth_mix_group", "depth_mix_merge", "depth_attention_mix")
+OPS = (
+    "depth_mix",
+    "depth_mix_group",
+    "depth_mix_merge",
+    "depth_attention_mix",
+    "linear_cross_entropy",
+)
 """Those with kernels."""
 BACKENDS = ("auto", "torch", "triton", "reference")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

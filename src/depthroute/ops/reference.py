@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 
 def widen(x: Tensor) -> Tensor:
@@ -187,6 +187,36 @@ def depth_attention_mix(
     assert isinstance(mixed, Tensor)
     mixed = mixed.to(values[-1].dtype)
     return (mixed, alpha) if return_weights else mixed
+
+
+def mapped_logits(
+    logits: Float[Tensor, "*tokens V"], scale: float = 1.0, softcap: float | None = None
+) -> Float[Tensor, "*tokens V"]:
+    """z = scale logits; with a softcap c, c tanh(z / c)."""
+    z = scale * widen(logits)
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "*tokens D"],
+    weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, "*tokens"],
+    bias: Float[Tensor, " V"] | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Float[Tensor, ""]:
+    """sum over tokens of log sum_v exp(z_v) - z_target, z of the logits hidden W^T + bias.
+
+    Tokens whose target is ``ignore_index`` count for nothing. The product is at the precision of
+    its inputs, as a model's head computes it.
+    """
+    z = mapped_logits(torch.nn.functional.linear(hidden, weight, bias), scale, softcap)
+    is_counted = targets != ignore_index
+    places = torch.where(is_counted, targets, 0).unsqueeze(-1)
+    losses = torch.logsumexp(z, dim=-1) - z.gather(-1, places).squeeze(-1)
+    return torch.where(is_counted, losses, 0.0).sum()
 
 
 def _folded(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ POLICIES = ("stop", "skip")
 
 _WHOLE = {"steps": 1, "batch_size": 1, "sequence_length": 1, "warmup_steps": 0}
 _WHOLE |= {"validate_every": 1, "validation_sequences": 1, "accumulation": 1}
-_WHOLE |= {"save_every": 1, "keep_last": 1}
+_WHOLE |= {"save_every": 1, "keep_last": 1, "loss_chunk": 0}
 _NUMBERS: dict[str, dict[str, Any]] = {
     "lr": {"above": 0.0},
     "min_lr": {"least": 0.0},
@@ -34,7 +34,7 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "spike": {"above": 0.0, "optional": True},
     "decay_fraction": {"above": 0.0, "most": 1.0},
 }
-_OPTIONAL = ("validate_every", "save_every")
+_OPTIONAL = ("validate_every", "save_every", "loss_chunk")
 _SWITCHES = ("gradient_checkpointing", "document_masking")
 
 
@@ -70,6 +70,9 @@ class TrainSettings:
     gradient_checkpointing: bool = False
     compile: str | None = None
     """A torch.compile backend, such as inductor."""
+    loss_chunk: int | None = None
+    """Tokens whose logits the loss holds at a time; left out, as many as make half a billion
+    numbers. 0 makes the logits of all tokens first, as the model's own forward does."""
     document_masking: bool = False
     """Attention and positions start anew at every document of a packed sequence."""
     on_bad_step: str = "stop"

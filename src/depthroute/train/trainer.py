@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import statistics
 import time
@@ -13,18 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from depthroute.data.batches import IGNORED, Batch
-from depthroute.errors import DepthrouteError
+from depthroute.data.batches import Batch
+from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.ops import compile_options
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
 from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.divergence import locate
+from depthroute.train.loss import head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
+
+logger = logging.getLogger("depthroute")
 
 RECENT = 32
 """Losses whose median a spike is measured against."""
@@ -93,6 +96,7 @@ class Trainer:
             # every batch has one shape, and a graph that keeps others open is a slower one
             options = compile_options() if settings.compile == "inductor" else None
             model.compile(backend=settings.compile, dynamic=False, options=options)
+        self.needs_logits = settings.loss_chunk == 0 or self._must_have_logits()
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device
@@ -169,8 +173,20 @@ class Trainer:
             self._loss_sum(part)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
+        needs_logits = self.needs_logits or head_obstacle(self.inner) is not None
         with self._autocast():
-            return loss_sum(self.model, batch)
+            return loss_sum(self.model, batch, 0 if needs_logits else self.settings.loss_chunk)
+
+    def _must_have_logits(self) -> bool:
+        reason, chunk = obstacle(self.inner), self.settings.loss_chunk
+        if reason is not None and chunk is not None:
+            raise ConfigError(
+                f"train.loss_chunk={chunk} cannot be: {reason}, so the loss needs whole logits. "
+                "Leave it out, or set loss_chunk=0"
+            )
+        if reason is not None:
+            logger.warning("the loss is that of whole logits: %s", reason)
+        return reason is not None
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters stay fp32 and are the master weights: nothing to keep in step or to save
@@ -200,15 +216,3 @@ class Trainer:
 
 def _in_bf16(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output.to(torch.bfloat16)
-
-
-def loss_sum(model: Any, batch: Batch) -> Tensor:
-    """Cross-entropy in nats, summed; targets are the inputs one token on."""
-    positions = {} if batch.positions is None else {"position_ids": batch.positions}
-    logits = model(input_ids=batch.inputs, use_cache=False, **positions).logits
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(),
-        batch.targets.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
