@@ -1,5 +1,6 @@
 """`depthroute bench` and `python -m bench` as they are met on a machine without a GPU."""
 
+import io
 import json
 import sys
 
@@ -10,7 +11,9 @@ from bench import __main__ as developers
 from bench import kernels
 from depthroute import ops
 from depthroute.bench import accuracy, decode, operators, step, timing, turns
+from depthroute.cli import bench as cli_bench
 from depthroute.cli.app import main
+from depthroute.cli.terminal import PlainConsole
 from depthroute.errors import DepthrouteError
 
 TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
@@ -112,6 +115,38 @@ def test_json_is_alone_on_standard_output(depthroute):
     assert status == 0, err
     assert [row["method"] for row in json.loads(out)["rows"]] == ["standard"]
     assert "warm-up" in err
+
+
+def test_a_step_is_counted_in_flops_and_set_beside_the_peak_of_the_device(depthroute):
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta"]
+    status, out, err = depthroute(*arguments, "--json")
+    assert status == 0, err
+    for row in json.loads(out)["rows"]:
+        # 2 layers of 4 x 64 x 64 and 3 x 64 x 192, a head of 64 x 256; 2 layers attend to 16 tokens
+        per_token = 6 * (2 * (4 * 64 * 64 + 3 * 64 * 192) + 64 * 256) + 6 * 2 * 16 * 64
+        assert row["tflops"] == pytest.approx(row["tokens_per_second"] * per_token / 1e12)
+        assert row["mfu"] is None, "nobody knows the peak of this CPU"
+    assert "TFLOP/s" in err and "of the peak" not in err
+    status, out, err = depthroute(*arguments, "--peak-tflops", "0.5", "--json")
+    for row in json.loads(out)["rows"]:
+        assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
+    assert err.count("of the peak") == 2
+
+
+def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(depthroute, monkeypatch):
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta", "--json"]
+    status, _, err = depthroute(*arguments)
+    lines = err.splitlines()
+    assert lines[:2] == [f"{m}: building, compiling and first steps" for m in ("standard", "delta")]
+    assert lines[2] == "standard and delta: steps" and len(lines) == 5, "and two results"
+    drawn = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    console = PlainConsole(file=drawn, force_terminal=True, width=120, soft_wrap=True)
+    monkeypatch.setattr(cli_bench, "notes", lambda: console)
+    status, out, err = depthroute(*arguments)
+    assert (status, err) == (0, ""), "everything goes through the terminal"
+    assert "standard and delta: steps" in drawn.getvalue() and "\x1b[" in drawn.getvalue()
+    assert len(json.loads(out)["rows"]) == 2 and "ktok/s" in drawn.getvalue()
 
 
 def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
-from depthroute.bench import accuracy, timing, turns
+from depthroute.bench import accuracy, flops, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
@@ -37,6 +37,8 @@ class Settings:
     eager: bool = False
     device: str = "cuda"
     dtype: str = "bfloat16"
+    peak_tflops: float | None = None
+    """Of the device at this dtype; None where it is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,6 +63,7 @@ class StepRunner:
 
     def __init__(self, settings: Settings, label: str, routing: RoutingConfig) -> None:
         self.label, self.device = label, torch.device(settings.device)
+        self.peak_tflops = settings.peak_tflops
         self.model = build(settings, routing)
         with torch.no_grad():  # queries off zero: nothing may be special about the start
             for parameter in self.model.routing_parameters():
@@ -93,7 +96,8 @@ class StepRunner:
         return {
             "warmup_s": seconds,
             "ran": {f"{op}, {backend}": n for (op, backend), n in ran.items()},
-            "compiler_caches": cache_counts(since=before),
+            "compiler_caches": (counts := cache_counts(since=before)),
+            "compiled": cached(counts) if self.trainer.settings.compile else None,
             "peak_gb": self.peak_gb(),
         }
 
@@ -107,9 +111,13 @@ class StepRunner:
 
     def figures(self, times: Sequence[float]) -> dict[str, Any]:
         milliseconds = statistics.median(times)
+        speed = self.ids.numel() / milliseconds * 1e3
+        tflops = speed * flops.per_token(self.model, self.ids.shape[1])["total"] / 1e12
         return {
             "ms": milliseconds,
-            "tokens_per_second": self.ids.numel() / milliseconds * 1e3,
+            "tokens_per_second": speed,
+            "tflops": tflops,
+            "mfu": None if self.peak_tflops is None else tflops / self.peak_tflops,
             "evaluation": self.model.plan.reason,
             "steps": len(times),
         }
@@ -128,6 +136,12 @@ def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
         + counters["aot_autograd"]["autograd_cache_bypass"],
     }
     return {name: n - (since or {}).get(name, 0) for name, n in graphs.items()}
+
+
+def cached(counts: dict[str, int]) -> str:
+    """How cold a compilation was."""
+    hits, misses = counts["hits"], counts["misses"]
+    return f"{hits} of {hits + misses} cached" if hits else "cold"
 
 
 def jobs(text: str) -> list[Method]:
@@ -169,7 +183,10 @@ def run(
         record.values["caches"] = use_own_caches()
     timing.forget()
     measured = turns.Turns(
-        lambda label, routing: StepRunner(settings, label, routing), steps, profile=profile
+        lambda label, routing: StepRunner(settings, label, routing),
+        steps,
+        profile=profile,
+        progress=record.progress,
     )
     with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
         for group in turns.groups(methods, torch.device(settings.device)):
@@ -195,7 +212,9 @@ def line(row: dict[str, Any]) -> str:
         text += " ({:.3f} to {:.3f})".format(*row["relative_speed_quartiles"])
     if BASELINE in row:
         text += f" of {row[BASELINE]['ms']:.3f} ms" + ("" if row["paired"] else ", not paired")
-    text += f"  {row['tokens_per_second'] / 1e3:.1f} ktok/s"
+    text += f"  {row['tokens_per_second'] / 1e3:.1f} ktok/s  {row['tflops']:.3g} TFLOP/s"
+    if row["mfu"] is not None:
+        text += f" ({row['mfu']:.1%} of the peak)"
     if row.get("peak_gb") is not None:
         text += f"  {row['peak_gb']:.2f} GB"
         if "relative_memory" in row:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from depthroute.bench import timing
-from depthroute.bench.record import one_line
+from depthroute.bench.record import Progress, one_line
 from depthroute.config import Method, RoutingConfig
 from depthroute.methods import BASELINE
 
@@ -79,8 +79,9 @@ class Turns:
         steps: int,
         *,
         profile: Profile | None = None,
+        progress: Progress = lambda doing, completed, total: None,
     ) -> None:
-        self.make, self.steps, self.profile = make, steps, profile
+        self.make, self.steps, self.profile, self.progress = make, steps, profile, progress
         self.ready: dict[str, Runner] = {}
         """On the device; only standard outlives its window."""
         self.about: dict[str, Row] = {}
@@ -157,7 +158,9 @@ class Turns:
     def _take_turns(self, labels: Sequence[str]) -> dict[str, list[float]]:
         """Milliseconds of every step after the first turns; who fails takes no further one."""
         times: dict[str, list[float]] = {label: [] for label in labels}
-        for turn in range(WARM_TURNS + self.steps):
+        total, doing = WARM_TURNS + self.steps, f"{' and '.join(labels)}: steps"
+        for turn in range(total):
+            self.progress(doing, turn, total)
             for label in self._taking(labels):
                 try:
                     milliseconds = self.ready[label].timed_step()
@@ -170,6 +173,7 @@ class Turns:
 
     def _start(self, label: str, routing: RoutingConfig) -> None:
         self.about[label] = {"method": label}
+        self.progress(f"{label}: building, compiling and first steps", 0, None)
         try:
             runner = self.make(label, routing)
             self.about[label] |= runner.start()

@@ -1,6 +1,7 @@
 """`depthroute bench`: measurements that check before they time."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Commands, Device, Preset, app
-from depthroute.cli.terminal import PlainConsole, print_json
+from depthroute.cli.terminal import PlainConsole, notes, print_json
 from depthroute.errors import ConfigError, unknown
 
 bench = Commands(
@@ -26,8 +27,8 @@ Shapes = Annotated[
 TOKENS_PER_STEP = 16_384
 OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
 STEP_COLUMNS = (
-    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second peak_gb "
-    "relative_memory warmup_s error"
+    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second tflops mfu "
+    "peak_gb relative_memory warmup_s compiled error"
 )
 HEADINGS = {
     "budget": ("error", "x{:.2f}"),
@@ -46,6 +47,8 @@ HEADINGS = {
     "relative_memory": ("memory", "{:+.1%}"),
     "relative_time": ("time", "{:+.1%}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "tflops": ("TFLOP/s", "{:.3g}"),
+    "mfu": ("of peak", "{:.1%}"),
     "cache_bytes": ("cache bytes", "{:,}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
     "reason": ("", "{}"),
@@ -66,6 +69,24 @@ class OutputOptions:
         from depthroute.bench.record import Record
 
         return Record(kind, settings, self.out)
+
+    @contextlib.contextmanager
+    def watching(self, record: Any) -> Iterator[None]:
+        """On a terminal, what is being done as a bar on standard error; elsewhere lines."""
+        console = notes()
+        if not console.is_terminal:
+            yield
+            return
+        from depthroute.runs.display import measuring_bar
+
+        with measuring_bar(console) as bar:
+            task = bar.add_task("starting", total=None)
+
+            def progress(doing: str, completed: int, total: int | None) -> None:
+                bar.update(task, description=doing, completed=completed, total=total)
+
+            record.say, record.progress = console.print, progress
+            yield
 
     def finish(
         self,
@@ -116,6 +137,10 @@ class StepOptions:
         int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
     ] = 8
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Of the device; left out, of GPUs known by name in bf16."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +165,7 @@ class ModelOptions:
 
     def settings(self, command: str, options: StepOptions) -> Any:
         from depthroute import presets
-        from depthroute.bench import step, timing
+        from depthroute.bench import flops, step, timing
 
         where = timing.device_of(self.device, command, cpu=True)
         shape = presets.get(self.preset)
@@ -163,6 +188,7 @@ class ModelOptions:
             eager=options.eager,
             device=str(where),
             dtype=dtype,
+            peak_tflops=options.peak_tflops or flops.peak_of(where, dtype),
         )
 
 
@@ -191,7 +217,8 @@ def step(*, model: ModelOptions, options: StepOptions, output: OutputOptions) ->
 
     Methods take turns with standard, step by step. On a GPU each method does so alone, and where
     the two do not fit together they are measured one after the other; on a CPU (`--device cpu
-    --preset tiny`, perhaps with `--eager`) all methods take turns.
+    --preset tiny`, perhaps with `--eager`) all methods take turns. TFLOP/s are the model's: 6 for
+    each weight of a matrix product and token, and causal attention; not routing or recomputation.
     """
     measure_step(model, options, output)
 
@@ -211,7 +238,8 @@ def measure_step(
     about = settings.to_dict() | {"methods": model.methods, "steps": options.steps}
     record = output.record("step", **about)
     prepare(record, settings, [method.label for method in methods])
-    stepping.run(record, settings, methods, steps=options.steps, profile=profile)
+    with output.watching(record):
+        stepping.run(record, settings, methods, steps=options.steps, profile=profile)
     output.finish(record, STEP_COLUMNS, f"training step, {model.preset}")
 
 
