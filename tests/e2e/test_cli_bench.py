@@ -10,7 +10,7 @@ import torch
 from bench import __main__ as developers
 from bench import kernels
 from depthroute import ops
-from depthroute.bench import accuracy, decode, operators, step, timing, turns
+from depthroute.bench import accuracy, decode, generate, operators, step, timing, turns
 from depthroute.cli import bench as cli_bench
 from depthroute.cli.app import main
 from depthroute.cli.terminal import PlainConsole
@@ -208,6 +208,45 @@ def test_one_token_is_decoded_with_the_same_cache(depthroute):
     assert all(row["same_cache"] and row["ms"] > 0 for row in rows)
 
 
+GENERATED = [*TINY, "--prompt-tokens", "5", "--new-tokens", "6", "--steps", "1", "--json"]
+GENERATED += ["--methods", "standard,delta-block:num_blocks=2,depth-attention"]
+
+
+def test_generation_is_one_graph_whatever_the_method(depthroute, monkeypatch):
+    monkeypatch.setattr(generate, "COMPILER", {"backend": "eager", "mode": "default"})
+    status, out, err = depthroute("bench", "generate", *GENERATED, "--batch-sizes", "2")
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    methods = ["standard", "delta:num_blocks=2", "depth-attention"]
+    assert [(row["batch_size"], row["method"]) for row in rows] == [(2, m) for m in methods]
+    for row in rows:
+        assert row["graphs"] == 1 and row["budget"] <= accuracy.BUDGET
+        assert row["tokens_per_second"] == pytest.approx(row["batch_size"] * 6 / row["ms"] * 1e3)
+        assert row["ms_per_token"] == pytest.approx((row["ms"] - row["prefill_ms"]) / 5)
+        assert row["relative_speed"] == pytest.approx(row.get("standard", row)["ms"] / row["ms"])
+
+
+def test_generation_that_is_wrong_or_compiles_again_is_not_timed(depthroute, monkeypatch):
+    from depthroute.models.depth_attention import DeferredCache
+
+    def forgets_the_mix(self, key, value, layer_idx):
+        return store(self, key, self.pending[1] if self.pending else value, layer_idx)
+
+    store = DeferredCache.store
+    monkeypatch.setattr(DeferredCache, "store", forgets_the_mix)
+    arguments = ["bench", "generate", *GENERATED, "--batch-sizes", "1,3", "--eager"]
+    status, out, err = depthroute(*arguments)
+    rows = json.loads(out)["rows"]
+    assert status == 1 and [row["batch_size"] for row in rows] == [1] * 3 + [3] * 3
+    for row in rows:
+        is_wrong = row["method"] == "depth-attention"
+        assert ("ms" in row) != is_wrong and ("what it generates is wrong" in str(row)) == is_wrong
+    graphs = iter(range(1000))
+    monkeypatch.setattr(generate, "num_graphs", lambda: next(graphs))
+    status, out, err = depthroute(*arguments)
+    assert status == 1 and "another graph was compiled while it was timed" in err
+
+
 def test_mistakes_are_one_line(depthroute):
     for arguments, message in [
         (["--methods", "delta"], "must begin with standard"),
@@ -219,6 +258,10 @@ def test_mistakes_are_one_line(depthroute):
         status, out, err = depthroute("bench", "step", *TINY, *arguments)
         assert (status, out) == (2, ""), arguments
         assert message in err and len(err.splitlines()) == 1
+    status, _, err = depthroute("bench", "generate", *TINY, "--batch-sizes", "1,x")
+    assert status == 2 and "--batch-sizes '1,x': give whole numbers" in err
+    status, _, err = depthroute("bench", "generate", *TINY, "--new-tokens", "2000")
+    assert status == 2 and "above the 1024 positions" in err
 
 
 @pytest.mark.slow

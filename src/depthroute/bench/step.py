@@ -58,6 +58,13 @@ def build(settings: Settings, routing: RoutingConfig) -> Any:
     return presets.build(preset, routing, device=settings.device, dtype=dtype)
 
 
+@torch.no_grad()
+def move_queries(model: Any) -> None:
+    """Off zero: nothing may be special about the start."""
+    for parameter in model.routing_parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+
+
 class StepRunner:
     """One method, ready to take steps on one batch."""
 
@@ -65,9 +72,7 @@ class StepRunner:
         self.label, self.device = label, torch.device(settings.device)
         self.peak_tflops = settings.peak_tflops
         self.model = build(settings, routing)
-        with torch.no_grad():  # queries off zero: nothing may be special about the start
-            for parameter in self.model.routing_parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
+        move_queries(self.model)
         shape = settings.batch_size, settings.sequence_length
         training = TrainSettings(
             1, *shape, lr=1e-4, min_lr=1e-4, compile=None if settings.eager else "inductor"

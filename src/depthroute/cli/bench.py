@@ -30,7 +30,12 @@ STEP_COLUMNS = (
     "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second tflops mfu "
     "peak_gb relative_memory warmup_s compiled error"
 )
+GENERATE_COLUMNS = (
+    "batch_size method tokens_per_second relative_speed relative_speed_quartiles paired "
+    "ms_per_token prefill_ms budget graphs warmup_s error"
+)
 HEADINGS = {
+    "batch_size": ("batch", "{}"),
     "budget": ("error", "x{:.2f}"),
     "forward_ms": ("forward ms", "{:.4f}"),
     "forward_frac": ("of copy", "{:.3f}"),
@@ -50,6 +55,8 @@ HEADINGS = {
     "tflops": ("TFLOP/s", "{:.3g}"),
     "mfu": ("of peak", "{:.1%}"),
     "cache_bytes": ("cache bytes", "{:,}"),
+    "prefill_ms": ("prompt ms", "{:.3f}"),
+    "ms_per_token": ("ms a token", "{:.3f}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
     "reason": ("", "{}"),
     "error": ("", "{}"),
@@ -254,3 +261,49 @@ def decode(*, model: ModelOptions, output: OutputOptions) -> None:
     record = output.record("decode", **settings.to_dict(), methods=model.methods)
     decoding.run(record, settings, methods)
     output.finish(record, "method ms relative_time cache_bytes error", f"one token, {model.preset}")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    batch_sizes: Annotated[
+        str, typer.Option(help="Prompts at a time; several separated by commas.")
+    ] = "1,32"
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a continuation.")] = 128
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured calls of each method, as many of standard.")
+    ] = 8
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+
+
+@bench.command(epilog="Example: `depthroute bench generate --batch-sizes 1 --new-tokens 256`")
+def generate(*, model: ModelOptions, options: GenerateOptions, output: OutputOptions) -> None:
+    """Tokens a second of `generate`, greedy, with a static cache and one compiled graph.
+
+    Standard is the family's own model in transformers. Methods take turns with it, a call each;
+    what they generate is checked against a forward in one piece before it is timed.
+    """
+    from depthroute.bench import generate as generating
+    from depthroute.bench import step as stepping
+
+    length = generating.Length(options.prompt_tokens, options.new_tokens)
+    settings = [
+        model.settings(
+            "generate", StepOptions(batch, length.prompt + length.new, eager=options.eager)
+        )
+        for batch in _whole_numbers("--batch-sizes", options.batch_sizes)
+    ]
+    methods = stepping.jobs(model.methods)
+    record = output.record(
+        "generate", **settings[0].to_dict() | vars(options), methods=model.methods
+    )
+    with output.watching(record):
+        generating.run(record, settings, methods, length, steps=options.steps)
+    output.finish(record, GENERATE_COLUMNS, f"generate, {model.preset}")
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{option} {text!r}: give whole numbers from 1, separated by commas")
+    return [int(part) for part in parts]
