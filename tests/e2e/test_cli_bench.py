@@ -149,6 +149,34 @@ def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(depthroute, monkeyp
     assert len(json.loads(out)["rows"]) == 2 and "ktok/s" in drawn.getvalue()
 
 
+def test_a_model_that_fills_the_device_is_measured_alone_with_layers_recomputed(
+    depthroute, monkeypatch, tmp_path
+):
+    made, enable = [], step.trainer.Trainer.__init__
+
+    def init(self, model, settings, *rest, **options):
+        made.append((settings.gradient_checkpointing, settings.compile))
+        enable(self, model, settings, *rest, **options)
+
+    monkeypatch.setattr(step.trainer.Trainer, "__init__", init)
+    out = tmp_path / "step.json"
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta", "--dtype", "bfloat16"]
+    arguments += ["--gradient-checkpointing", "--alone", "2", "--out", str(out)]
+    status, _, err = depthroute(*arguments)
+    assert status == 0, err
+    saved = json.loads(out.read_text())
+    assert made == [(True, None)] * 4 and saved["rounds"] == 2
+    assert saved["settings"]["gradient_checkpointing"] is True
+    assert [(r["method"], r["round"]) for r in saved["by_round"]] == [
+        ("delta", 1), ("standard", 1), ("standard", 2), ("delta", 2)
+    ]  # fmt: skip
+    for row in saved["rows"]:
+        assert row["steps"] == 4 and len(row["rounds_ms"]) == 2 and row["ms"] > 0
+    monkeypatch.setattr(step, "device_bytes", lambda device: 1000)
+    status, out, err = depthroute(*arguments)
+    assert (status, out) == (2, "") and err.startswith("error: tiny needs 0.0 GB for parameters")
+
+
 def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monkeypatch):
     build = step.build
 
@@ -176,7 +204,7 @@ def test_in_pairs_standard_is_made_once_and_each_method_once(depthroute, monkeyp
             super().__init__(settings, label, routing)
 
     monkeypatch.setattr(step, "StepRunner", Counted)
-    monkeypatch.setattr(turns, "groups", lambda jobs, device: [[jobs[0], j] for j in jobs[1:]])
+    monkeypatch.setattr(turns, "groups", lambda jobs, *_: [[jobs[0], j] for j in jobs[1:]])
     methods = "standard,delta,depth-attention"
     status, out, err = depthroute("bench", "step", *SHORT, "--methods", methods, "--json")
     assert status == 0, err

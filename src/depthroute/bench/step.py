@@ -24,6 +24,7 @@ from depthroute.train.settings import TrainSettings
 
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
+ROUNDS = 2
 RECOMPILE_LIMIT = 64
 
 
@@ -37,6 +38,7 @@ class Settings:
     eager: bool = False
     device: str = "cuda"
     dtype: str = "bfloat16"
+    gradient_checkpointing: bool = False
     peak_tflops: float | None = None
     """Of the device at this dtype; None where it is not known."""
 
@@ -75,7 +77,12 @@ class StepRunner:
         move_queries(self.model)
         shape = settings.batch_size, settings.sequence_length
         training = TrainSettings(
-            1, *shape, lr=1e-4, min_lr=1e-4, compile=None if settings.eager else "inductor"
+            1,
+            *shape,
+            lr=1e-4,
+            min_lr=1e-4,
+            compile=None if settings.eager else "inductor",
+            gradient_checkpointing=settings.gradient_checkpointing,
         )
         self.trainer = trainer.Trainer(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
@@ -173,14 +180,53 @@ def check_operators(record: Record, settings: Settings, width: int) -> bool:
     return worst <= accuracy.BUDGET
 
 
+def state_bytes(settings: Settings, routing: RoutingConfig) -> int:
+    """What stays on the device whatever the batch: parameters, gradients and AdamW's two states,
+    which have the parameters' dtype."""
+    model = build(replace(settings, device="meta"), routing)
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Of memory; None where nothing says."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def rounds_for(settings: Settings, routing: RoutingConfig) -> int:
+    """How methods are measured: 0 in turns, or rounds of one model on the device at a time, where
+    two have no room; an error where not even one has."""
+    room = device_bytes(torch.device(settings.device))
+    if room is None:
+        return 0
+    needed = state_bytes(settings, routing)
+    if needed > room:
+        raise ConfigError(
+            f"{settings.preset} needs {needed / 1e9:.1f} GB for parameters, gradients and AdamW's "
+            f"states in {settings.dtype}, before any activation, and {settings.device} has "
+            f"{room / 1e9:.1f} GB; give fewer --layers{_or_narrower(settings.dtype)}"
+        )
+    beside = needed * 3 // 4  # between its steps a model has no gradients
+    return ROUNDS if needed + beside > room else 0
+
+
+def _or_narrower(dtype: str) -> str:
+    return "" if dtype == "bfloat16" else " or --dtype bfloat16"
+
+
 def run(
     record: Record,
     settings: Settings,
     methods: Sequence[Method],
     *,
     steps: int,
+    rounds: int | None = None,
     profile: turns.Profile | None = None,
 ) -> None:
+    """``rounds`` as :func:`rounds_for` chooses them, where they are left out."""
+    fitting = rounds_for(settings, methods[0].routing)
+    rounds = record.values["rounds"] = fitting if rounds is None else rounds
     width = presets.get(settings.preset).model["hidden_size"]
     if not check_operators(record, settings, width):
         return
@@ -192,11 +238,21 @@ def run(
         steps,
         profile=profile,
         progress=record.progress,
+        rounds=rounds,
+        on_round=lambda *result: keep_round(record, *result),
     )
     with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
-        for group in turns.groups(methods, torch.device(settings.device)):
+        for group in turns.groups(methods, torch.device(settings.device), rounds):
             for row in measured.rows(group):
                 finish(row, record, profile)
+
+
+def keep_round(record: Record, label: str, turn: int, milliseconds: float) -> None:
+    """Rows come when all rounds are over; what is cut short before keeps these."""
+    found = {"method": label, "round": turn, "ms": milliseconds}
+    record.values.setdefault("by_round", []).append(found)
+    record.say(f"round {turn}: {label} {milliseconds:.3f} ms")
+    record.save()
 
 
 def finish(row: dict[str, Any], record: Record, profile: turns.Profile | None = None) -> None:

@@ -144,6 +144,18 @@ class StepOptions:
         int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
     ] = 8
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option("--gradient-checkpointing", help="Recompute layers in backward, for memory."),
+    ] = False
+    alone: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Rounds of one model on the device at a time; 0, in turns with standard. Left "
+            "out, 2 where two have no room.",
+        ),
+    ] = None
     peak_tflops: Annotated[
         float | None,
         typer.Option(min=1e-3, help="Of the device; left out, of GPUs known by name in bf16."),
@@ -193,6 +205,7 @@ class ModelOptions:
             layers=self.layers,
             vocab_size=self.vocab_size,
             eager=options.eager,
+            gradient_checkpointing=options.gradient_checkpointing,
             device=str(where),
             dtype=dtype,
             peak_tflops=options.peak_tflops or flops.peak_of(where, dtype),
@@ -217,7 +230,8 @@ def ops(*, shapes: Shapes = "all", device: Gpu = "auto", output: OutputOptions) 
 
 
 @bench.command(
-    epilog="Example: `depthroute bench step --preset delta-7.57b --layers 4 --vocab-size 8192`"
+    epilog="Example: `depthroute bench step --preset delta-7.57b --gradient-checkpointing "
+    "--alone 2`"
 )
 def step(*, model: ModelOptions, options: StepOptions, output: OutputOptions) -> None:
     """Whole training steps: speed and peak memory of every method relative to standard.
@@ -246,7 +260,9 @@ def measure_step(
     record = output.record("step", **about)
     prepare(record, settings, [method.label for method in methods])
     with output.watching(record):
-        stepping.run(record, settings, methods, steps=options.steps, profile=profile)
+        stepping.run(
+            record, settings, methods, steps=options.steps, rounds=options.alone, profile=profile
+        )
     output.finish(record, STEP_COLUMNS, f"training step, {model.preset}")
 
 
