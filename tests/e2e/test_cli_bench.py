@@ -34,7 +34,7 @@ def bench(depthroute, monkeypatch):
     return depthroute
 
 
-USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "path", "tune", "step")
+USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "path", "tune", "step", "widths")
 
 
 @pytest.mark.parametrize(
