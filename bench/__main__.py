@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bench import attention as attending
-from bench import breakdown, kernels, peers, tuning
+from bench import breakdown, kernels, peers, tuning, widths
 from bench import ops as contest
 from bench import path as paths
 from bench import precompile as compiling
@@ -85,6 +86,38 @@ def ops(
         num_processes=precompile,
     )
     output.finish(record, OPERATOR_COLUMNS, "one site")
+
+
+@app.command(
+    "widths",
+    epilog="Example: `python -m bench widths --precompile 16 --seconds 480 --out widths.json`",
+)
+def every_width(
+    *,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="When no further shape is begun.")
+    ] = 480.0,
+    resume: Annotated[
+        Path | None, typer.Option(help="An earlier --out, whose rows are not measured again.")
+    ] = None,
+    precompile: Precompile = 0,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """The depth mix at the widths of real models against a copy of as many bytes; the worst ten."""
+    where = timing.device_of(device, "widths", cpu=False)
+    earlier = [] if resume is None else widths.read_rows(resume)
+    record = record_of("widths", output, seconds=seconds, resume=resume and str(resume))
+    shapes = [*widths.EVERY_SHAPE, *widths.OTHERS]
+    with output.watching(record):
+        widths.run(
+            record, where, shapes, seconds=seconds, num_processes=precompile, earlier=earlier
+        )
+    for line in widths.summary(record.rows):
+        record.say(line)
+    lowest = [row for rows in record.values["worst"].values() for row in rows]
+    columns = "S N D dtype heads forward_ms forward_frac both_ms both_frac"
+    output.finish(record, columns, "the worst ten forward, and with backward", lowest)
 
 
 @app.command(epilog="Example: `python -m bench path --out path.json`")

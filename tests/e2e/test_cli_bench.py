@@ -1,5 +1,6 @@
 """`depthroute bench` and `python -m bench` as they are met on a machine without a GPU."""
 
+import io
 import json
 import sys
 
@@ -9,8 +10,10 @@ import torch
 from bench import __main__ as developers
 from bench import kernels
 from depthroute import ops
-from depthroute.bench import accuracy, decode, operators, step, timing, turns
+from depthroute.bench import accuracy, decode, generate, operators, step, timing, turns
+from depthroute.cli import bench as cli_bench
 from depthroute.cli.app import main
+from depthroute.cli.terminal import PlainConsole
 from depthroute.errors import DepthrouteError
 
 TINY = ["--device", "cpu", "--preset", "tiny", "--layers", "2"]
@@ -31,7 +34,8 @@ def bench(depthroute, monkeypatch):
     return depthroute
 
 
-USERS, DEVELOPERS = ("ops", "step", "decode"), ("ops", "attention", "path", "tune", "step")
+USERS = ("ops", "step", "decode")
+DEVELOPERS = ("ops", "attention", "path", "tune", "step", "widths")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +118,66 @@ def test_json_is_alone_on_standard_output(depthroute):
     assert "warm-up" in err
 
 
+def test_a_step_is_counted_in_flops_and_set_beside_the_peak_of_the_device(depthroute):
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta"]
+    status, out, err = depthroute(*arguments, "--json")
+    assert status == 0, err
+    for row in json.loads(out)["rows"]:
+        # 2 layers of 4 x 64 x 64 and 3 x 64 x 192, a head of 64 x 256; 2 layers attend to 16 tokens
+        per_token = 6 * (2 * (4 * 64 * 64 + 3 * 64 * 192) + 64 * 256) + 6 * 2 * 16 * 64
+        assert row["tflops"] == pytest.approx(row["tokens_per_second"] * per_token / 1e12)
+        assert row["mfu"] is None, "nobody knows the peak of this CPU"
+    assert "TFLOP/s" in err and "of the peak" not in err
+    status, out, err = depthroute(*arguments, "--peak-tflops", "0.5", "--json")
+    for row in json.loads(out)["rows"]:
+        assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
+    assert err.count("of the peak") == 2
+
+
+def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(depthroute, monkeypatch):
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta", "--json"]
+    status, _, err = depthroute(*arguments)
+    lines = err.splitlines()
+    assert lines[:2] == [f"{m}: building, compiling and first steps" for m in ("standard", "delta")]
+    assert lines[2] == "standard and delta: steps" and len(lines) == 5, "and two results"
+    drawn = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    console = PlainConsole(file=drawn, force_terminal=True, width=120, soft_wrap=True)
+    monkeypatch.setattr(cli_bench, "notes", lambda: console)
+    status, out, err = depthroute(*arguments)
+    assert (status, err) == (0, ""), "everything goes through the terminal"
+    assert "standard and delta: steps" in drawn.getvalue() and "\x1b[" in drawn.getvalue()
+    assert len(json.loads(out)["rows"]) == 2 and "ktok/s" in drawn.getvalue()
+
+
+def test_a_model_that_fills_the_device_is_measured_alone_with_layers_recomputed(
+    depthroute, monkeypatch, tmp_path
+):
+    made, enable = [], step.trainer.Trainer.__init__
+
+    def init(self, model, settings, *rest, **options):
+        made.append((settings.gradient_checkpointing, settings.compile))
+        enable(self, model, settings, *rest, **options)
+
+    monkeypatch.setattr(step.trainer.Trainer, "__init__", init)
+    out = tmp_path / "step.json"
+    arguments = ["bench", "step", *SHORT, "--methods", "standard,delta", "--dtype", "bfloat16"]
+    arguments += ["--gradient-checkpointing", "--alone", "2", "--out", str(out)]
+    status, _, err = depthroute(*arguments)
+    assert status == 0, err
+    saved = json.loads(out.read_text())
+    assert made == [(True, None)] * 4 and saved["rounds"] == 2
+    assert saved["settings"]["gradient_checkpointing"] is True
+    assert [(r["method"], r["round"]) for r in saved["by_round"]] == [
+        ("delta", 1), ("standard", 1), ("standard", 2), ("delta", 2)
+    ]  # fmt: skip
+    for row in saved["rows"]:
+        assert row["steps"] == 4 and len(row["rounds_ms"]) == 2 and row["ms"] > 0
+    monkeypatch.setattr(step, "device_bytes", lambda device: 1000)
+    status, out, err = depthroute(*arguments)
+    assert (status, out) == (2, "") and err.startswith("error: tiny needs 0.0 GB for parameters")
+
+
 def test_a_method_that_fails_ends_with_status_1_after_the_rest(depthroute, monkeypatch):
     build = step.build
 
@@ -141,7 +205,7 @@ def test_in_pairs_standard_is_made_once_and_each_method_once(depthroute, monkeyp
             super().__init__(settings, label, routing)
 
     monkeypatch.setattr(step, "StepRunner", Counted)
-    monkeypatch.setattr(turns, "groups", lambda jobs, device: [[jobs[0], j] for j in jobs[1:]])
+    monkeypatch.setattr(turns, "groups", lambda jobs, *_: [[jobs[0], j] for j in jobs[1:]])
     methods = "standard,delta,depth-attention"
     status, out, err = depthroute("bench", "step", *SHORT, "--methods", methods, "--json")
     assert status == 0, err
@@ -173,6 +237,45 @@ def test_one_token_is_decoded_with_the_same_cache(depthroute):
     assert all(row["same_cache"] and row["ms"] > 0 for row in rows)
 
 
+GENERATED = [*TINY, "--prompt-tokens", "5", "--new-tokens", "6", "--steps", "1", "--json"]
+GENERATED += ["--methods", "standard,delta-block:num_blocks=2,depth-attention"]
+
+
+def test_generation_is_one_graph_whatever_the_method(depthroute, monkeypatch):
+    monkeypatch.setattr(generate, "COMPILER", {"backend": "eager", "mode": "default"})
+    status, out, err = depthroute("bench", "generate", *GENERATED, "--batch-sizes", "2")
+    assert status == 0, err
+    rows = json.loads(out)["rows"]
+    methods = ["standard", "delta:num_blocks=2", "depth-attention"]
+    assert [(row["batch_size"], row["method"]) for row in rows] == [(2, m) for m in methods]
+    for row in rows:
+        assert row["graphs"] == 1 and row["budget"] <= accuracy.BUDGET
+        assert row["tokens_per_second"] == pytest.approx(row["batch_size"] * 6 / row["ms"] * 1e3)
+        assert row["ms_per_token"] == pytest.approx((row["ms"] - row["prefill_ms"]) / 5)
+        assert row["relative_speed"] == pytest.approx(row.get("standard", row)["ms"] / row["ms"])
+
+
+def test_generation_that_is_wrong_or_compiles_again_is_not_timed(depthroute, monkeypatch):
+    from depthroute.models.depth_attention import DeferredCache
+
+    def forgets_the_mix(self, key, value, layer_idx):
+        return store(self, key, self.pending[1] if self.pending else value, layer_idx)
+
+    store = DeferredCache.store
+    monkeypatch.setattr(DeferredCache, "store", forgets_the_mix)
+    arguments = ["bench", "generate", *GENERATED, "--batch-sizes", "1,3", "--eager"]
+    status, out, err = depthroute(*arguments)
+    rows = json.loads(out)["rows"]
+    assert status == 1 and [row["batch_size"] for row in rows] == [1] * 3 + [3] * 3
+    for row in rows:
+        is_wrong = row["method"] == "depth-attention"
+        assert ("ms" in row) != is_wrong and ("what it generates is wrong" in str(row)) == is_wrong
+    graphs = iter(range(1000))
+    monkeypatch.setattr(generate, "num_graphs", lambda: next(graphs))
+    status, out, err = depthroute(*arguments)
+    assert status == 1 and "another graph was compiled while it was timed" in err
+
+
 def test_mistakes_are_one_line(depthroute):
     for arguments, message in [
         (["--methods", "delta"], "must begin with standard"),
@@ -184,6 +287,10 @@ def test_mistakes_are_one_line(depthroute):
         status, out, err = depthroute("bench", "step", *TINY, *arguments)
         assert (status, out) == (2, ""), arguments
         assert message in err and len(err.splitlines()) == 1
+    status, _, err = depthroute("bench", "generate", *TINY, "--batch-sizes", "1,x")
+    assert status == 2 and "--batch-sizes '1,x': give whole numbers" in err
+    status, _, err = depthroute("bench", "generate", *TINY, "--new-tokens", "2000")
+    assert status == 2 and "above the 1024 positions" in err
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import depthroute as dr
 from tests.support import METHODS, plain_model, routed_model, tokens
@@ -116,6 +116,30 @@ def test_a_compiled_step_with_a_static_cache_decodes_the_same(name):
         token = ids[:, t : t + 1]
         out = step(token, past_key_values=cache, position_ids=position, use_cache=True)
         assert is_close(out.logits[:, 0], full[:, t])
+
+
+@pytest.mark.parametrize(
+    "name", ["attnres block", "delta block", "depth attention", "looped delta"]
+)
+def test_generate_compiles_one_graph_and_calls_it_once_a_token(name):
+    """As transformers does by itself on a GPU."""
+    model, ids = routed_model(EVERY[name], layers=3), tokens(length=9)
+    graphs, calls = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *given: calls.append(1) or graph(*given)
+
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    options |= {"attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **options)
+    torch._dynamo.reset()
+    compiler = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode="default")
+    compiler._compile_all_devices = True
+    options |= {"cache_implementation": "static", "compile_config": compiler}
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **options), expected)
+    assert len(graphs) == 1 and len(calls) == 2 * 4, "the prompt gives the first token"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -7,11 +7,13 @@ from bench import breakdown
 from depthroute.bench import step, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
+from depthroute.errors import ConfigError
 
 CUDA = torch.device("cuda")
 JOBS = step.jobs("standard,delta,attnres-full,depth-attention")
 COST = {"standard": 100.0, "delta": 125.0, "attnres-full": 160.0, "depth-attention": 80.0}
-PRINTED = {"tokens_per_second": 1.0, "compiler_caches": {"hits": 0, "misses": 0}}
+PRINTED = {"tokens_per_second": 1.0, "tflops": 1.0, "mfu": None}
+PRINTED |= {"compiler_caches": {"hits": 0, "misses": 0}}
 
 
 class Machine:
@@ -117,6 +119,53 @@ def test_what_does_not_fit_beside_standard_is_measured_alone_with_standard_after
         *("make standard", *["standard"] * alone),
     ]
     assert "not paired" in step.line(rows["delta"] | PRINTED)
+
+
+def test_in_rounds_one_model_is_on_the_device_and_a_clock_that_falls_hits_all_alike(monkeypatch):
+    assert turns.groups(JOBS, CUDA, rounds=2) == [JOBS]
+    machine, said = Machine(room=1, slowing=0.01), []
+    monkeypatch.setattr(turns, "groups", lambda jobs, device: [jobs])
+    rows = run(
+        machine, monkeypatch, JOBS[:3], steps=3, rounds=2, on_round=lambda *what: said.append(what)
+    )
+    labels = [label for label, _ in JOBS[:3]]
+    made = [entry.removeprefix("make ") for entry in machine.log if entry.startswith("make")]
+    assert made == [*reversed(labels), *labels]
+    assert [what[:2] for what in said] == [(m, 1) for m in reversed(labels)] + [
+        (m, 2) for m in labels
+    ]
+    for label, row in rows.items():
+        assert row["steps"] == 6 and len(row["rounds_ms"]) == 2 and "2 rounds" in row["note"]
+        assert sum(row["rounds_ms"]) / 2 == pytest.approx(COST[label] * 1.2)
+    assert rows["delta"]["paired"] is False and rows["standard"]["relative_speed"] == 1.0
+
+
+def test_of_several_starts_the_first_is_kept(monkeypatch):
+    """It alone was cold."""
+    seconds = iter([9.0, 8.0, 1.0, 1.0])
+    start = Fake.start
+    monkeypatch.setattr(Fake, "start", lambda self: start(self) | {"warmup_s": next(seconds)})
+    monkeypatch.setattr(turns, "groups", lambda jobs, device: [jobs])
+    rows = run(Machine(room=1), monkeypatch, JOBS[:2], rounds=2)
+    assert [rows[label]["warmup_s"] for label in ("standard", "delta")] == [8.0, 9.0]
+
+
+def test_the_largest_preset_fits_one_device_in_bf16_and_two_of_it_do_not_fit_a_smaller(monkeypatch):
+    settings = step.Settings("delta-7.57b", device="cuda")
+    standard = RoutingConfig("standard")
+    needed = step.state_bytes(settings, standard)
+    assert needed == pytest.approx(4 * 2 * 7.57e9, rel=0.01)
+    room = [150e9]
+    monkeypatch.setattr(step, "device_bytes", lambda device: room[0])
+    assert step.rounds_for(settings, standard) == 0, "though activations decide in the end"
+    room[0] = 85e9
+    assert step.rounds_for(settings, standard) == step.ROUNDS
+    room[0] = 42e9
+    with pytest.raises(ConfigError, match=r"needs 60\.\d GB .* cuda has 42\.0 GB; .* --layers$"):
+        step.rounds_for(settings, standard)
+    wide = step.Settings("delta-7.57b", device="cuda", dtype="float32")
+    with pytest.raises(ConfigError, match=r"needs 12\d\.\d GB .* or --dtype bfloat16"):
+        step.rounds_for(wide, standard)
 
 
 def test_running_out_of_memory_during_a_turn_is_no_crash_either(monkeypatch):

@@ -49,8 +49,8 @@ def parse_shapes(text: str) -> list[Shape]:
     return shapes
 
 
-def our_mix(sources: Sequence[Tensor], query: Tensor) -> Tensor:
-    return ops.depth_mix(sources, query, backend="triton")
+def our_mix(sources: Sequence[Tensor], query: Tensor, heads: int = 1) -> Tensor:
+    return ops.depth_mix(sources, query, heads=heads, backend="triton")
 
 
 def run(record: Record, device: torch.device, shapes: Sequence[Shape]) -> bool:
@@ -102,7 +102,8 @@ def measure(
     An operator that computes the same with more rounding than the budget allows is timed, and its
     row says so; this library then is not.
     """
-    try:
+
+    def figures() -> Row:
         inputs = draw()
         verdict = accuracy.check(mix, inputs)
         row: Row = {"budget": verdict.ratio, "error": verdict.error}
@@ -112,6 +113,14 @@ def measure(
         if not verdict.holds:
             row["reason"] = str(verdict)
         return row | {"status": "timed"} | time_mix(mix, inputs, ceiling, device)
+
+    return attempt(figures, device)
+
+
+def attempt(figures: Callable[[], Row], device: torch.device) -> Row:
+    """Figures, or why there are none."""
+    try:
+        return figures()
     except Exception as error:
         timing.synchronise(device)  # raises if the device was lost, which ends the run
         return {"status": "failed", "reason": one_line(error)}

@@ -15,6 +15,8 @@ from depthroute.errors import DepthrouteError
 from depthroute.runs import environment
 
 Say = Callable[[str], None]
+Progress = Callable[[str, int, int | None], None]
+"""What is being done, and of how many parts how many are."""
 
 
 def to_stderr(text: str) -> None:
@@ -29,6 +31,8 @@ class Record:
         self, kind: str, settings: dict[str, Any], out: Path | None = None, say: Say = to_stderr
     ) -> None:
         self.out, self.say = out, say
+        self.progress: Progress = self._say_once
+        self._said = ""
         self.values: dict[str, Any] = {
             "kind": kind,
             "machine": machine(),
@@ -37,6 +41,12 @@ class Record:
             "failures": [],
         }
         self.save()  # a path that cannot be written costs no measurement
+
+    def _say_once(self, doing: str, completed: int = 0, total: int | None = None) -> None:
+        """Where nothing draws a bar: a line when something else is begun."""
+        if doing != self._said:
+            self._said = doing
+            self.say(doing)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         self.values["rows"].append(row)

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 
 from depthroute import ops, presets
-from depthroute.bench import accuracy, timing, turns
+from depthroute.bench import accuracy, flops, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
@@ -24,6 +24,7 @@ from depthroute.train.settings import TrainSettings
 
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
+ROUNDS = 2
 RECOMPILE_LIMIT = 64
 
 
@@ -37,6 +38,9 @@ class Settings:
     eager: bool = False
     device: str = "cuda"
     dtype: str = "bfloat16"
+    gradient_checkpointing: bool = False
+    peak_tflops: float | None = None
+    """Of the device at this dtype; None where it is not known."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,18 +60,29 @@ def build(settings: Settings, routing: RoutingConfig) -> Any:
     return presets.build(preset, routing, device=settings.device, dtype=dtype)
 
 
+@torch.no_grad()
+def move_queries(model: Any) -> None:
+    """Off zero: nothing may be special about the start."""
+    for parameter in model.routing_parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+
+
 class StepRunner:
     """One method, ready to take steps on one batch."""
 
     def __init__(self, settings: Settings, label: str, routing: RoutingConfig) -> None:
         self.label, self.device = label, torch.device(settings.device)
+        self.peak_tflops = settings.peak_tflops
         self.model = build(settings, routing)
-        with torch.no_grad():  # queries off zero: nothing may be special about the start
-            for parameter in self.model.routing_parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
+        move_queries(self.model)
         shape = settings.batch_size, settings.sequence_length
         training = TrainSettings(
-            1, *shape, lr=1e-4, min_lr=1e-4, compile=None if settings.eager else "inductor"
+            1,
+            *shape,
+            lr=1e-4,
+            min_lr=1e-4,
+            compile=None if settings.eager else "inductor",
+            gradient_checkpointing=settings.gradient_checkpointing,
         )
         self.trainer = trainer.Trainer(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
@@ -93,7 +108,8 @@ class StepRunner:
         return {
             "warmup_s": seconds,
             "ran": {f"{op}, {backend}": n for (op, backend), n in ran.items()},
-            "compiler_caches": cache_counts(since=before),
+            "compiler_caches": (counts := cache_counts(since=before)),
+            "compiled": cached(counts) if self.trainer.settings.compile else None,
             "peak_gb": self.peak_gb(),
         }
 
@@ -107,9 +123,13 @@ class StepRunner:
 
     def figures(self, times: Sequence[float]) -> dict[str, Any]:
         milliseconds = statistics.median(times)
+        speed = self.ids.numel() / milliseconds * 1e3
+        tflops = speed * flops.per_token(self.model, self.ids.shape[1])["total"] / 1e12
         return {
             "ms": milliseconds,
-            "tokens_per_second": self.ids.numel() / milliseconds * 1e3,
+            "tokens_per_second": speed,
+            "tflops": tflops,
+            "mfu": None if self.peak_tflops is None else tflops / self.peak_tflops,
             "evaluation": self.model.plan.reason,
             "steps": len(times),
         }
@@ -128,6 +148,12 @@ def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
         + counters["aot_autograd"]["autograd_cache_bypass"],
     }
     return {name: n - (since or {}).get(name, 0) for name, n in graphs.items()}
+
+
+def cached(counts: dict[str, int]) -> str:
+    """How cold a compilation was."""
+    hits, misses = counts["hits"], counts["misses"]
+    return f"{hits} of {hits + misses} cached" if hits else "cold"
 
 
 def jobs(text: str) -> list[Method]:
@@ -154,14 +180,53 @@ def check_operators(record: Record, settings: Settings, width: int) -> bool:
     return worst <= accuracy.BUDGET
 
 
+def state_bytes(settings: Settings, routing: RoutingConfig) -> int:
+    """What stays on the device whatever the batch: parameters, gradients and AdamW's two states,
+    which have the parameters' dtype."""
+    model = build(replace(settings, device="meta"), routing)
+    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Of memory; None where nothing says."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def rounds_for(settings: Settings, routing: RoutingConfig) -> int:
+    """How methods are measured: 0 in turns, or rounds of one model on the device at a time, where
+    two have no room; an error where not even one has."""
+    room = device_bytes(torch.device(settings.device))
+    if room is None:
+        return 0
+    needed = state_bytes(settings, routing)
+    if needed > room:
+        raise ConfigError(
+            f"{settings.preset} needs {needed / 1e9:.1f} GB for parameters, gradients and AdamW's "
+            f"states in {settings.dtype}, before any activation, and {settings.device} has "
+            f"{room / 1e9:.1f} GB; give fewer --layers{_or_narrower(settings.dtype)}"
+        )
+    beside = needed * 3 // 4  # between its steps a model has no gradients
+    return ROUNDS if needed + beside > room else 0
+
+
+def _or_narrower(dtype: str) -> str:
+    return "" if dtype == "bfloat16" else " or --dtype bfloat16"
+
+
 def run(
     record: Record,
     settings: Settings,
     methods: Sequence[Method],
     *,
     steps: int,
+    rounds: int | None = None,
     profile: turns.Profile | None = None,
 ) -> None:
+    """``rounds`` as :func:`rounds_for` chooses them, where they are left out."""
+    fitting = rounds_for(settings, methods[0].routing)
+    rounds = record.values["rounds"] = fitting if rounds is None else rounds
     width = presets.get(settings.preset).model["hidden_size"]
     if not check_operators(record, settings, width):
         return
@@ -169,12 +234,25 @@ def run(
         record.values["caches"] = use_own_caches()
     timing.forget()
     measured = turns.Turns(
-        lambda label, routing: StepRunner(settings, label, routing), steps, profile=profile
+        lambda label, routing: StepRunner(settings, label, routing),
+        steps,
+        profile=profile,
+        progress=record.progress,
+        rounds=rounds,
+        on_round=lambda *result: keep_round(record, *result),
     )
     with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
-        for group in turns.groups(methods, torch.device(settings.device)):
+        for group in turns.groups(methods, torch.device(settings.device), rounds):
             for row in measured.rows(group):
                 finish(row, record, profile)
+
+
+def keep_round(record: Record, label: str, turn: int, milliseconds: float) -> None:
+    """Rows come when all rounds are over; what is cut short before keeps these."""
+    found = {"method": label, "round": turn, "ms": milliseconds}
+    record.values.setdefault("by_round", []).append(found)
+    record.say(f"round {turn}: {label} {milliseconds:.3f} ms")
+    record.save()
 
 
 def finish(row: dict[str, Any], record: Record, profile: turns.Profile | None = None) -> None:
@@ -195,7 +273,9 @@ def line(row: dict[str, Any]) -> str:
         text += " ({:.3f} to {:.3f})".format(*row["relative_speed_quartiles"])
     if BASELINE in row:
         text += f" of {row[BASELINE]['ms']:.3f} ms" + ("" if row["paired"] else ", not paired")
-    text += f"  {row['tokens_per_second'] / 1e3:.1f} ktok/s"
+    text += f"  {row['tokens_per_second'] / 1e3:.1f} ktok/s  {row['tflops']:.3g} TFLOP/s"
+    if row["mfu"] is not None:
+        text += f" ({row['mfu']:.1%} of the peak)"
     if row.get("peak_gb") is not None:
         text += f"  {row['peak_gb']:.2f} GB"
         if "relative_memory" in row:

@@ -4,7 +4,8 @@ The clock of a GPU follows its power and its temperature: the same kernels were 
 minute later. So a method is compared with standard in one window, step beside step, and with
 nothing measured at another time. On a CPU all methods share one window. On a GPU each has its own
 with standard, which stays on the device; where the two do not fit together they are measured one
-after the other, and the row says so.
+after the other, and the row says so. Models that are known not to fit are measured alone from the
+start, in rounds through all methods.
 
 A turn waits for each step: without it, a method that is slow to launch would be launched while the
 GPU is still busy with the one before, and look faster than it is.
@@ -12,14 +13,16 @@ GPU is still busy with the one before, and look faster than it is.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from depthroute.bench import timing
-from depthroute.bench.record import one_line
+from depthroute.bench.record import Progress, one_line
 from depthroute.config import Method, RoutingConfig
 from depthroute.methods import BASELINE
 
@@ -65,9 +68,10 @@ class NoRoomError(Exception):
     """A runner ran out of memory while others were on the device."""
 
 
-def groups(jobs: Sequence[Method], device: torch.device) -> list[list[Method]]:
-    """Who shares a window: all on a CPU, on a GPU each method with standard, which comes first."""
-    if device.type == "cpu" or len(jobs) < 3:
+def groups(jobs: Sequence[Method], device: torch.device, rounds: int = 0) -> list[list[Method]]:
+    """Who is compared in one go: all on a CPU and in rounds, on a GPU each method with standard,
+    which comes first."""
+    if device.type == "cpu" or len(jobs) < 3 or rounds:
         return [list(jobs)]
     return [[jobs[0], job] for job in jobs[1:]]
 
@@ -79,8 +83,13 @@ class Turns:
         steps: int,
         *,
         profile: Profile | None = None,
+        progress: Progress = lambda doing, completed, total: None,
+        rounds: int = 0,
+        on_round: Callable[[str, int, float], None] = lambda label, turn, milliseconds: None,
     ) -> None:
-        self.make, self.steps, self.profile = make, steps, profile
+        self.make, self.steps, self.profile, self.progress = make, steps, profile, progress
+        self.rounds, self.on_round = rounds, on_round
+        """Of one model on the device at a time; 0 takes turns where there is room."""
         self.ready: dict[str, Runner] = {}
         """On the device; only standard outlives its window."""
         self.about: dict[str, Row] = {}
@@ -89,10 +98,9 @@ class Turns:
 
     def rows(self, group: Sequence[Method]) -> Iterator[Row]:
         """A row for every method of ``group`` that has had none, relative to standard's window."""
-        try:
-            rows = self._together(group)
-        except NoRoomError:
-            rows = None  # and everything that the error held can go
+        rows: list[Row] | None = None
+        with contextlib.suppress(NoRoomError):  # and everything that the error held can go
+            rows = None if self.rounds else self._together(group)
         rows = self._apart(group) if rows is None else rows
         for row in rows:
             if row["method"] not in self.told:
@@ -113,25 +121,32 @@ class Turns:
         return list(rows.values())
 
     def _apart(self, group: Sequence[Method]) -> list[Row]:
-        """One at a time, and standard right after each; it stays for the next group."""
+        """One on the device at a time, standard last and first in turn: with an even number of
+        rounds what changes with time hits all alike. The one that is last stays."""
         rows: dict[str, Row] = {}
-        standard = [method for method in group if method.label == BASELINE]
-        for method in group:
-            label = method.label
-            if label == BASELINE:
+        every: dict[str, list[list[float]]] = {label: [] for label, _ in group}
+        for turn in range(self.rounds or 1):
+            for method in group if turn % 2 else reversed(group):
+                label = method.label
+                self._clear()
+                window, times = self._window([method])
+                rows[label] = window[label]
+                if label in self.ready:
+                    every[label].append(times[label])
+                    self.on_round(label, turn + 1, window[label]["ms"])
+                    rows[label] |= self.ready[label].figures([*chain(*every[label])])
+        base = rows.get(BASELINE, {})
+        for label, row in rows.items():
+            if "ms" not in row or "ms" not in base:
                 continue
-            self._clear()
-            row = self._window([method])[0][label]
-            self._clear()
-            base = self._window(standard)[0].get(BASELINE, {}) if standard else {}
-            if "ms" in row and "ms" in base:
-                compare(row, base)
+            compare(row, base)
+            if label != BASELINE:
                 row["paired"] = False
                 row["note"] = "standard did not fit beside it and was measured right after it"
-            if base:
-                rows.setdefault(BASELINE, compare(base, base) if "ms" in base else base)
-            rows[label] = row
-        return list(rows.values())
+            if self.rounds:
+                row["rounds_ms"] = [statistics.median(times) for times in every[label]]
+                row["note"] = f"alone on the device, as all were, in {self.rounds} rounds"
+        return [rows[label] for label, _ in group]
 
     def _window(self, group: Sequence[Method]) -> tuple[dict[str, Row], dict[str, list[float]]]:
         """Rows by label, and the time of every step; a failure is a row as well."""
@@ -157,7 +172,9 @@ class Turns:
     def _take_turns(self, labels: Sequence[str]) -> dict[str, list[float]]:
         """Milliseconds of every step after the first turns; who fails takes no further one."""
         times: dict[str, list[float]] = {label: [] for label in labels}
-        for turn in range(WARM_TURNS + self.steps):
+        total, doing = WARM_TURNS + self.steps, f"{' and '.join(labels)}: steps"
+        for turn in range(total):
+            self.progress(doing, turn, total)
             for label in self._taking(labels):
                 try:
                     milliseconds = self.ready[label].timed_step()
@@ -169,10 +186,11 @@ class Turns:
         return times
 
     def _start(self, label: str, routing: RoutingConfig) -> None:
-        self.about[label] = {"method": label}
+        about = self.about.setdefault(label, {"method": label})
+        self.progress(f"{label}: building, compiling and first steps", 0, None)
         try:
             runner = self.make(label, routing)
-            self.about[label] |= runner.start()
+            self.about[label] = runner.start() | about  # of several starts the first is cold
             self.ready[label] = runner
         except Exception as error:
             self._lost(label, error)

@@ -1,6 +1,7 @@
 """`depthroute bench`: measurements that check before they time."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ import typer
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Commands, Device, Preset, app
-from depthroute.cli.terminal import PlainConsole, print_json
+from depthroute.cli.terminal import PlainConsole, notes, print_json
 from depthroute.errors import ConfigError, unknown
 
 bench = Commands(
@@ -26,10 +27,15 @@ Shapes = Annotated[
 TOKENS_PER_STEP = 16_384
 OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
 STEP_COLUMNS = (
-    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second peak_gb "
-    "relative_memory warmup_s error"
+    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second tflops mfu "
+    "peak_gb relative_memory warmup_s compiled error"
+)
+GENERATE_COLUMNS = (
+    "batch_size method tokens_per_second relative_speed relative_speed_quartiles paired "
+    "ms_per_token prefill_ms budget graphs warmup_s error"
 )
 HEADINGS = {
+    "batch_size": ("batch", "{}"),
     "budget": ("error", "x{:.2f}"),
     "forward_ms": ("forward ms", "{:.4f}"),
     "forward_frac": ("of copy", "{:.3f}"),
@@ -47,7 +53,11 @@ HEADINGS = {
     "relative_memory": ("memory", "{:+.1%}"),
     "relative_time": ("time", "{:+.1%}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "tflops": ("TFLOP/s", "{:.3g}"),
+    "mfu": ("of peak", "{:.1%}"),
     "cache_bytes": ("cache bytes", "{:,}"),
+    "prefill_ms": ("prompt ms", "{:.3f}"),
+    "ms_per_token": ("ms a token", "{:.3f}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
     "reason": ("", "{}"),
     "error": ("", "{}"),
@@ -67,6 +77,24 @@ class OutputOptions:
         from depthroute.bench.record import Record
 
         return Record(kind, settings, self.out)
+
+    @contextlib.contextmanager
+    def watching(self, record: Any) -> Iterator[None]:
+        """On a terminal, what is being done as a bar on standard error; elsewhere lines."""
+        console = notes()
+        if not console.is_terminal:
+            yield
+            return
+        from depthroute.runs.display import measuring_bar
+
+        with measuring_bar(console) as bar:
+            task = bar.add_task("starting", total=None)
+
+            def progress(doing: str, completed: int, total: int | None) -> None:
+                bar.update(task, description=doing, completed=completed, total=total)
+
+            record.say, record.progress = console.print, progress
+            yield
 
     def finish(
         self,
@@ -117,6 +145,22 @@ class StepOptions:
         int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
     ] = 8
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option("--gradient-checkpointing", help="Recompute layers in backward, for memory."),
+    ] = False
+    alone: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Rounds of one model on the device at a time; 0, in turns with standard. Left "
+            "out, 2 where two have no room.",
+        ),
+    ] = None
+    peak_tflops: Annotated[
+        float | None,
+        typer.Option(min=1e-3, help="Of the device; left out, of GPUs known by name in bf16."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +185,7 @@ class ModelOptions:
 
     def settings(self, command: str, options: StepOptions) -> Any:
         from depthroute import presets
-        from depthroute.bench import step, timing
+        from depthroute.bench import flops, step, timing
 
         where = timing.device_of(self.device, command, cpu=True)
         shape = presets.get(self.preset)
@@ -162,8 +206,10 @@ class ModelOptions:
             layers=self.layers,
             vocab_size=self.vocab_size,
             eager=options.eager,
+            gradient_checkpointing=options.gradient_checkpointing,
             device=str(where),
             dtype=dtype,
+            peak_tflops=options.peak_tflops or flops.peak_of(where, dtype),
         )
 
 
@@ -185,14 +231,16 @@ def ops(*, shapes: Shapes = "all", device: Gpu = "auto", output: OutputOptions) 
 
 
 @bench.command(
-    epilog="Example: `depthroute bench step --preset delta-7.57b --layers 4 --vocab-size 8192`"
+    epilog="Example: `depthroute bench step --preset delta-7.57b --gradient-checkpointing "
+    "--alone 2`"
 )
 def step(*, model: ModelOptions, options: StepOptions, output: OutputOptions) -> None:
     """Whole training steps: speed and peak memory of every method relative to standard.
 
     Methods take turns with standard, step by step. On a GPU each method does so alone, and where
     the two do not fit together they are measured one after the other; on a CPU (`--device cpu
-    --preset tiny`, perhaps with `--eager`) all methods take turns.
+    --preset tiny`, perhaps with `--eager`) all methods take turns. TFLOP/s are the model's: 6 for
+    each weight of a matrix product and token, and causal attention; not routing or recomputation.
     """
     measure_step(model, options, output)
 
@@ -212,7 +260,10 @@ def measure_step(
     about = settings.to_dict() | {"methods": model.methods, "steps": options.steps}
     record = output.record("step", **about)
     prepare(record, settings, [method.label for method in methods])
-    stepping.run(record, settings, methods, steps=options.steps, profile=profile)
+    with output.watching(record):
+        stepping.run(
+            record, settings, methods, steps=options.steps, rounds=options.alone, profile=profile
+        )
     output.finish(record, STEP_COLUMNS, f"training step, {model.preset}")
 
 
@@ -227,3 +278,49 @@ def decode(*, model: ModelOptions, output: OutputOptions) -> None:
     record = output.record("decode", **settings.to_dict(), methods=model.methods)
     decoding.run(record, settings, methods)
     output.finish(record, "method ms relative_time cache_bytes error", f"one token, {model.preset}")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    batch_sizes: Annotated[
+        str, typer.Option(help="Prompts at a time; several separated by commas.")
+    ] = "1,32"
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 64
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a continuation.")] = 128
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measured calls of each method, as many of standard.")
+    ] = 8
+    eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+
+
+@bench.command(epilog="Example: `depthroute bench generate --batch-sizes 1 --new-tokens 256`")
+def generate(*, model: ModelOptions, options: GenerateOptions, output: OutputOptions) -> None:
+    """Tokens a second of `generate`, greedy, with a static cache and one compiled graph.
+
+    Standard is the family's own model in transformers. Methods take turns with it, a call each;
+    what they generate is checked against a forward in one piece before it is timed.
+    """
+    from depthroute.bench import generate as generating
+    from depthroute.bench import step as stepping
+
+    length = generating.Length(options.prompt_tokens, options.new_tokens)
+    settings = [
+        model.settings(
+            "generate", StepOptions(batch, length.prompt + length.new, eager=options.eager)
+        )
+        for batch in _whole_numbers("--batch-sizes", options.batch_sizes)
+    ]
+    methods = stepping.jobs(model.methods)
+    record = output.record(
+        "generate", **settings[0].to_dict() | vars(options), methods=model.methods
+    )
+    with output.watching(record):
+        generating.run(record, settings, methods, length, steps=options.steps)
+    output.finish(record, GENERATE_COLUMNS, f"generate, {model.preset}")
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigError(f"{option} {text!r}: give whole numbers from 1, separated by commas")
+    return [int(part) for part in parts]

@@ -11,6 +11,7 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -41,6 +42,17 @@ def training_bar(console: Console) -> Progress:
         TextColumn("{task.fields[status]}", markup=False),
         TimeRemainingColumn(),
         console=console,
+    )
+
+
+def measuring_bar(console: Console) -> Progress:
+    """What is being measured; gone when it is done, since the result says it all."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=10),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
     )
 
 
