@@ -16,6 +16,7 @@ from depthroute.ops.backends import (
 )
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
+from depthroute.ops.hyper import doubly_stochastic, hyper_read, hyper_write
 from depthroute.ops.mix import (
     Boundary,
     Wants,
@@ -46,7 +47,10 @@ __all__ = [
     "depth_mix_group",
     "depth_mix_group_carried",
     "depth_mix_merge",
+    "doubly_stochastic",
     "fuses_boundary",
+    "hyper_read",
+    "hyper_write",
     "keeping_backend",
     "record_backends",
     "reference",
