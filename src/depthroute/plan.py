@@ -172,8 +172,8 @@ class Plan(Resolved):
         """What this ``init`` means for a pretrained model, in a sentence."""
         if self.has_streams:
             return (
-                "every stream starts as the embedding and is added each output, and reads weigh "
-                "them to a sum of one, so the model is reproduced to rounding under any norm"
+                "the mean of the streams is read and each output is added to it once, so it is the "
+                "residual state and the model is reproduced to rounding under any norm"
             )
         return {
             "complete": "the sources sum to the residual state and the mix is rescaled to it, so "

@@ -42,6 +42,8 @@ def record(trace: Trace) -> dict[str, Any]:
                 "normalised_entropy": _short(site.normalised_entropy),
             }
         )
+        if site.mixing is not None:
+            sites[-1]["kept"] = _short(site.mixing.diagonal().mean().item())
     sublayers = [
         {
             "name": s.name,

@@ -21,9 +21,9 @@ REFERENCE_STD = 0.02
 """Of the queries in the Delta authors' released code; the papers start at exactly zero."""
 STREAM_FACTOR = 0.01
 """Of the projections of mHC, as published."""
-STREAM_SHARE, STREAM_APART = 5 / 8, -8.0
-"""Of the stream that a place of mHC starts with: its share of what is read; and the logit of
-mixing another into it. Were all alike, their gradients would be and they would never part."""
+STREAM_OWN, STREAM_APART = 7 / 4, -8.0
+"""How a place of mHC starts: what its own stream is added of an output, more than the others, or
+they would be alike and their gradients too; and the logit of mixing one stream into another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class SiteParameters:
 
     @torch.no_grad()
     def stream_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of reading, writing and mixing ``streams`` [..., n, D]: [..., n] twice and [..., n, n]."""
+        """Of reading, writing and mixing ``streams`` [..., n, D]: two [..., n] and [..., n, n]."""
         assert self.projection is not None and self.bias is not None and self.factors is not None
         given = self.projection, self.bias, self.factors
         return ops.reference.hyper_weights(streams, *given, eps=self.eps)
@@ -186,13 +186,14 @@ class Site(nn.Module):
             self.bias.copy_(self._start_of_streams())
 
     def _start_of_streams(self) -> Tensor:
-        """Each stream is added what is put out and left apart from the others, and they are read
-        to a sum of one, most from the place's own: as long as they are alike, one stream."""
+        """Their mean is read, an output is added to it once, and mixing keeps it: whatever the
+        streams are, their mean is the residual state of a single one."""
         count = self.num_streams
-        share = torch.full((count,), (1 - STREAM_SHARE) / (count - 1), dtype=torch.float64)
-        share[self.own_stream] = STREAM_SHARE
-        mixing = torch.full((count, count), STREAM_APART, dtype=torch.float64).fill_diagonal_(0)
-        return torch.cat([share.logit(), torch.zeros(count), mixing.flatten()])
+        reading = torch.full((count,), 1 / count, dtype=torch.float64)
+        writing = torch.full_like(reading, (count - STREAM_OWN) / (count - 1))
+        writing[self.own_stream] = STREAM_OWN
+        mixing = torch.full((count, count), STREAM_APART).fill_diagonal_(0)
+        return torch.cat([reading.logit(), (writing / 2).logit(), mixing.flatten()])
 
     def forward(self) -> SiteParameters:
         given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
