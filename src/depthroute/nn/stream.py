@@ -357,7 +357,8 @@ class ResidualStream:
                 f"{self.place.name} is pushed to {self.plan.streams} streams by weights that its "
                 "read computes; push to the stream that read returned"
             )
-        return ops.hyper_write(self.state, output, *self.links)
+        post, res = self.links
+        return ops.hyper_write(self.state, output, post, res)
 
     def edited(self, delta: Tensor) -> ResidualStream:
         """The stream as if the last sublayer had put out ``delta`` more; before any has run, as if

@@ -166,7 +166,7 @@ def _weighted(weights: Tensor, rows: Tensor) -> Tensor:
 def _unrounded(example: Tensor) -> Any:
     """Without autocast, which would round what goes into products of matrices to 16 bits."""
     device = example.device.type
-    if not torch.amp.is_autocast_available(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
 
