@@ -137,7 +137,8 @@ def test_reading_and_writing_have_exact_gradients(backend):
     assert gradcheck(lambda *given: ops.hyper_read(*given, backend), parts(2, 3))
     given = normal(2, 3, 4), normal(2, 4), normal(2, 3), normal(2, 3, 3)
     assert gradcheck(lambda *given: ops.hyper_write(*given, backend), given)
-    assert gradcheck(lambda logits: ops.doubly_stochastic(logits, backend), normal(2, 3, 3))
+    for scale in (1, 6):  # at which twenty rounds have not converged
+        assert gradcheck(lambda x, s=scale: ops.doubly_stochastic(s * x, backend), normal(3, 3, 3))
 
 
 MATRICES = st.builds(
@@ -385,14 +386,14 @@ def test_what_does_not_fit_is_refused_with_what_does():
         ops.hyper_read(streams, projection, bias, factors, backend="triton")
 
 
-def test_nothing_but_what_was_given_is_kept_for_backward():
+def test_nothing_of_the_size_of_a_stream_but_what_was_given_is_kept_for_backward():
     streams, projection, bias, factors = parts(4, 64, (50,), dtype=torch.bfloat16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         x, post, res = ops.hyper_read(streams, projection, bias, factors)
         ops.hyper_write(streams, x, post, res)
     pointers = {t.data_ptr(): t.numel() * t.element_size() for t in kept}
-    given = [streams, projection, bias, factors, x, post, res]
+    given = [streams, projection, bias, factors, x, post, res, res]  # and the logits of res
     assert sum(pointers.values()) <= sum(t.numel() * t.element_size() for t in given)
 
 

@@ -1,8 +1,8 @@
 """Several residual streams (mHC): what a sublayer reads of them, and what becomes of them.
 
-Torch's own operations, twice: compiled, a compiler fuses them; eagerly nothing but the arguments is
-kept for backward, which computes them again. The twenty normalisations of small matrices are an op
-in either case: a graph of them would be longer than the model's.
+Torch's own operations. Compiled, a compiler fuses them; run eagerly, nothing as large as a stream is
+kept for backward but the arguments, and the rest is computed again. The twenty normalisations of
+small matrices are an op in either case: a graph of them would be longer than the model's.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def hyper_read(
     def read(streams: Tensor, projection: Tensor, bias: Tensor, factors: Tensor) -> Any:
         return _read(streams, projection, bias, factors, eps)
 
-    return _run("hyper_read", read, given)
+    x, post, logits = _run("hyper_read", read, given)
+    return x, post, _doubly_stochastic(logits)
 
 
 def hyper_write(
@@ -138,6 +139,7 @@ class Recomputed(torch.autograd.Function):
 def _read(
     streams: Tensor, projection: Tensor, bias: Tensor, factors: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """All but the rounds that make the last one, logits here, doubly stochastic."""
     with _unrounded(streams):
         wide = reference.widen(streams)
         flat, count = wide.flatten(-2), streams.shape[-2]
@@ -145,8 +147,8 @@ def _read(
         # the norm is a factor of each token, so it may follow the projection
         projected = functional.linear(flat, projection.to(wide.dtype)) * rstd
         pre, post, res = reference.hyper_logits(projected, bias, factors, count)
-        x = _weighted(torch.sigmoid(pre).unsqueeze(-2), wide).squeeze(-2)
-        return x.to(streams.dtype), 2 * torch.sigmoid(post), _doubly_stochastic(res)
+        x = (torch.sigmoid(pre).unsqueeze(-1) * wide).sum(-2)
+        return x.to(streams.dtype), 2 * torch.sigmoid(post), res
 
 
 def _write(streams: Tensor, output: Tensor, post: Tensor, res: Tensor) -> Tensor:
@@ -203,7 +205,7 @@ def _project(record: Projected) -> Tensor:
 
 def _project_backward(record: ProjectedBackward) -> Tensor:
     (first, start, _), *steps = _steps(record.logits)
-    grad = record.grad.movedim((-2, -1), (0, 1))
+    grad = record.grad.movedim((-2, -1), (0, 1)).contiguous()
     for total, matrix, dim in reversed(steps):
         grad = (grad - (grad * matrix).sum(dim, keepdim=True)) / total
     grad = start * (grad - (grad * start).sum(1, keepdim=True))
