@@ -94,10 +94,15 @@ METHODS = {
     "static replacement": dr.RoutingConfig("static", num_blocks=3, routing="replacement"),
     "x0-skip": dr.RoutingConfig("x0_skip", init="paper"),
     "x0-skip learned": dr.RoutingConfig("x0_skip", learned=True),
+    "mhc": dr.RoutingConfig("mhc"),
+    "mhc of two": dr.RoutingConfig("mhc", streams=2),
     "depth attention": dr.RoutingConfig("depth_attention", init="paper"),
     "depth attention stride 1": dr.RoutingConfig("depth_attention", stride=1, init="paper"),
     "depth attention gate": dr.RoutingConfig("depth_attention", recent_window=2, init="gate"),
 }
+
+ONE_STREAM = [name for name, routing in METHODS.items() if routing.method != "mhc"]
+"""Those whose residual state is the sum of all that was put out."""
 
 IDENTITIES = {
     "attnres full": dr.RoutingConfig("attnres"),
@@ -118,6 +123,7 @@ IDENTITIES = {
     "static block": dr.RoutingConfig("static", num_blocks=4),
     "static block gate": dr.RoutingConfig("static", num_blocks=4, init="gate"),
     "x0-skip": dr.RoutingConfig("x0_skip"),
+    "mhc": dr.RoutingConfig("mhc"),
     "depth attention": dr.RoutingConfig("depth_attention"),
 }
 """Every configuration whose conversion is an identity."""

@@ -49,10 +49,12 @@ class RoutingConfig:
     """depth_attention only: this many layers just below are sources too."""
     key_norm: str = "model"
     """depth_attention only: ``after_rope`` normalises keys after RoPE, as released code does."""
+    streams: int = 4
+    """mhc only: how many residual streams there are."""
     loops: int = 1
     """The layer stack is run this many times with the same weights."""
     eps: float | None = None
-    """Of the key norm; left out, the model's own norm eps."""
+    """Of the norm that weights are computed from; left out, the model's own norm eps."""
     evaluation: str = "auto"
     group_size: int | None = None
     """Sublayers per two-phase group; left out, chosen by the plan."""
@@ -67,6 +69,7 @@ class RoutingConfig:
         for name in ("block_size", "num_blocks", "stride", "group_size"):
             check_whole(f"routing.{name}", getattr(self, name), optional=True)
         check_whole("routing.recent_window", self.recent_window, least=0)
+        check_whole("routing.streams", self.streams, least=2)
         for name in ("embedding_source", "learned"):
             check_switch(f"routing.{name}", getattr(self, name))
         check_switch("routing.include_partial", self.include_partial, optional=True)

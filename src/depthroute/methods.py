@@ -39,12 +39,15 @@ METHODS = {
     "static": Kind(_SOURCES, tuple(i for i in INITS if i != "reference"), softmax="logits"),
     "x0_skip": Kind(("learned",), ("paper", "gate"), "gate"),
     "depth_attention": Kind(("stride", "recent_window", "key_norm"), ("paper", "gate"), "gate"),
+    "mhc": Kind(("streams", "eps"), ("paper",), "paper"),
 }
 SITE_SIZES: dict[str, Callable[[int, int], int]] = {
     "query": lambda width, num_sources: 2 * width,  # and the gain of its keys
     "logits": lambda width, num_sources: num_sources,
+    # projection and bias of pre, post and res, and a factor for each
+    "streams": lambda width, n: (2 * n + n * n) * (n * width + 1) + 3,
 }
-"""How many numbers a softmax over depth has; kernels and two phases are for queries alone."""
+"""How many numbers give the weights of a place; kernels and two phases are for queries alone."""
 
 NAMES: dict[str, dict[str, Any]] = {
     "standard": {"method": "standard"},
@@ -57,6 +60,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "x0-skip-learned": {"method": "x0_skip", "learned": True},
     "static": {"method": "static"},
     "static-block": {"method": "static", "num_blocks": 4},
+    "mhc": {"method": "mhc"},
 }
 """Where several would do, the first with the fewest settings is the one that is shown."""
 BASELINE = "standard"

@@ -29,7 +29,8 @@ class Place:
     num_sources: int
     """That are read: the finished ones, and the unfinished if it is one."""
     source_names: tuple[str, ...]
-    """``embedding``, a sublayer, ``block.2``, ``state.4``, ``stored.1`` or ``partial``."""
+    """``embedding``, a sublayer, ``block.2``, ``state.4``, ``stored.1``, ``partial``; of several
+    streams ``stream.0``, ``stream.1``, ..."""
     reads_mix: bool
     """Whether it reads more than the plain state."""
     chooses: bool
@@ -84,6 +85,8 @@ class Resolved:
     stride: int
     recent_window: int
     key_norm: str
+    streams: int
+    """Residual streams; a single one unless the method has more."""
     loops: int
 
     @property
@@ -99,6 +102,11 @@ class Resolved:
     def softmax(self) -> str | None:
         """What gives the weights over depth: a site's ``"query"``, or nothing."""
         return METHODS[self.method].softmax
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether there is more than one residual stream, and every place reads and mixes them."""
+        return self.streams > 1
 
     @property
     def routes(self) -> bool:
@@ -153,14 +161,20 @@ class Plan(Resolved):
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""
         gates = sum(place.has_gate for place in self.places)
-        if self.softmax is None:
+        weighted_by = "streams" if self.has_streams else self.softmax
+        if weighted_by is None:
             return gates
-        size = SITE_SIZES[self.softmax]
+        size = SITE_SIZES[weighted_by]
         return gates + sum(size(width, p.num_sources) for p in self.places if p.chooses)
 
     @property
     def init_reason(self) -> str:
         """What this ``init`` means for a pretrained model, in a sentence."""
+        if self.has_streams:
+            return (
+                "the mean of the streams is read and each output is added to it once, so it is the "
+                "residual state and the model is reproduced to rounding under any norm"
+            )
         return {
             "complete": "the sources sum to the residual state and the mix is rescaled to it, so "
             "uniform weights reproduce the model to rounding under any norm",
@@ -184,7 +198,9 @@ class Plan(Resolved):
     def _row(self, place: Place) -> tuple[str, str, str, str]:
         reads = "softmax" if place.chooses else "source" if place.reads_mix else "state"
         reads = f"gate * {reads}" if place.has_gate and place.reads_mix else reads
-        if place.reads_mix and (self.adds_state or self.sums_sources):
+        if self.has_streams:
+            reads = "streams" if place.reads_mix else "mean of streams"
+        elif place.reads_mix and (self.adds_state or self.sums_sources):
             reads = f"state + {reads}"
         sources = place.source_names if place.reads_mix else ()
         starts = place.starts_block and self.block_size > 1 and place.name != FINAL

@@ -70,10 +70,14 @@ class Schedule(Resolved):
 
     def num_sources(self, index: int) -> int:
         """Sources that the place before sublayer ``index`` reads; ``num_sublayers`` is the end."""
+        if self.has_streams:
+            return self.streams
         return self.num_finished(index) + self.reads_unfinished(index)
 
     def reads_mix(self, index: int) -> bool:
         """Whether the place before sublayer ``index`` reads more than the plain state."""
+        if self.has_streams:
+            return index < self.num_sublayers
         if not self.routes or index == 0:
             return False
         if index == self.num_sublayers and not self.has_final_site:
@@ -86,7 +90,8 @@ class Schedule(Resolved):
 
     def chooses_at(self, index: int) -> bool:
         """Whether there is something to choose: a single source has weight 1 and no gradient."""
-        return self.chooses and self.reads_mix(index) and self.num_sources(index) > 1
+        weighs = self.chooses or self.has_streams
+        return weighs and self.reads_mix(index) and self.num_sources(index) > 1
 
     def has_gate(self, index: int) -> bool:
         if self.method == "depth_attention" and self.init == "gate":
@@ -130,6 +135,8 @@ class Schedule(Resolved):
         return tuple(sorted({j for x in later for j in self.depth_sources(x) if j <= layer}))
 
     def source_names(self, index: int) -> tuple[str, ...]:
+        if self.has_streams:
+            return tuple(f"stream.{n}" for n in range(self.streams))
         count = self.num_finished(index)
         if self.sources == "reference" and self.chooses:
             names = ["embedding", *(f"stored.{n}" for n in range(1, count))][:count]
@@ -183,7 +190,7 @@ class Schedule(Resolved):
             name=self.name(index),
             num_finished=self.num_finished(index),
             reads_unfinished=self.reads_unfinished(index),
-            num_sources=self.num_finished(index) + self.reads_unfinished(index),
+            num_sources=self.num_sources(index),
             source_names=self.source_names(index),
             reads_mix=self.reads_mix(index),
             chooses=chooses,
@@ -272,6 +279,7 @@ def build(
         stride=config.stride or max(1, depth // 2),
         recent_window=config.recent_window,
         key_norm=config.key_norm,
+        streams=config.streams if "streams" in kind.settings else 1,
         loops=config.loops,
     )
     if schedule.chooses:

@@ -28,6 +28,7 @@ CHOOSING = {
     "attnres": dr.RoutingConfig("attnres"),
     "attnres two-phase": dr.RoutingConfig("attnres", evaluation="two_phase"),
     "static": dr.RoutingConfig("static"),
+    "mhc": dr.RoutingConfig("mhc"),
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "depth attention": dr.RoutingConfig("depth_attention"),
 }

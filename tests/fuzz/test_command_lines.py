@@ -105,7 +105,7 @@ def line(*parts: Any) -> st.SearchStrategy[list[str]]:
 
 
 METHOD = st.sampled_from(
-    ["detla", "delta", "attnres", "static", "x0_skip", "depth_attention", "standard"]
+    ["detla", "delta", "attnres", "static", "x0_skip", "depth_attention", "mhc", "standard"]
 )
 ROUTING = {k: v for k, v in strategies.ROUTING.items() if k != "method"}
 TRAINING = {

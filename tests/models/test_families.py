@@ -15,6 +15,7 @@ ROUTINGS = {
     "delta block": dr.RoutingConfig("delta", num_blocks=2),
     "attnres full": dr.RoutingConfig("attnres"),
     "attnres block": dr.RoutingConfig("attnres", block_size=3),
+    "mhc": dr.RoutingConfig("mhc"),
 }
 HYBRID = {"kimi_linear"}
 NO_STATIC_CACHE = {"kimi_linear": "linear attention keeps a recurrent state"}

@@ -24,7 +24,7 @@ def test_what_should_learn_at_step_0_has_a_gradient(name):
     ids = tokens(length=32)
     routed(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for p in routed.parameters())
-    learns = "gate" if routed.plan.init == "gate" else routed.plan.softmax
+    learns = "gate" if routed.plan.init == "gate" else routed.plan.softmax or "bias"
     for site_name, site in routed.sites.items():
         gradient = getattr(site, learns).grad
         assert gradient.norm() > 1e-7, f"{learns} of {site_name}"

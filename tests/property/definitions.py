@@ -158,3 +158,38 @@ def run(
         if not at_end:
             values[place] = sublayers[place](x)
     return inputs
+
+
+def run_streams(
+    embedding: Tensor,
+    sublayers: Sequence[Callable[[Tensor], Tensor]],
+    parameters: Callable[[int], tuple[Tensor, Tensor, Tensor]],
+    count: int,
+    eps: float,
+) -> tuple[list[Tensor], list[tuple[Tensor, Tensor, Tensor]]]:
+    """What every sublayer reads of ``count`` streams and, last, their mean; and at every place the
+    three weights. ``parameters(i)`` gives projection, bias and factors of place ``i``."""
+    streams, inputs, weights = [embedding] * count, [], []
+    for place, sublayer in enumerate(sublayers):
+        projection, bias, (to_pre, to_post, to_res) = parameters(place)
+        joined = torch.cat(streams, -1)
+        normed = joined / (joined.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        dynamic = torch.einsum("...d,md->...m", normed, projection)
+        pre = 1 / (1 + torch.exp(-(to_pre * dynamic[..., :count] + bias[:count])))
+        post = to_post * dynamic[..., count : 2 * count] + bias[count : 2 * count]
+        post = 2 / (1 + torch.exp(-post))
+        res = torch.exp(to_res * dynamic[..., 2 * count :] + bias[2 * count :])
+        res = res.unflatten(-1, (count, count))
+        for _ in range(20):
+            res = res / res.sum(-2, keepdim=True)
+            res = res / res.sum(-1, keepdim=True)
+        x = sum(pre[..., n, None] * streams[n] for n in range(count))
+        output = sublayer(x)
+        streams = [
+            sum(res[..., i, j, None] * streams[j] for j in range(count))
+            + post[..., i, None] * output
+            for i in range(count)
+        ]
+        inputs.append(x)
+        weights.append((pre, post, res))
+    return [*inputs, sum(streams) / count], weights

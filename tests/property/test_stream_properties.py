@@ -399,7 +399,7 @@ def test_a_stream_survives_a_pytree_round_trip_at_every_index(config, two_phase)
 
 
 def test_a_bare_structure_takes_the_tensors_of_any_index_of_any_method():
-    others = [RoutingConfig(method=m) for m in ("standard", "x0_skip", "depth_attention")]
+    others = [RoutingConfig(method=m) for m in ("standard", "x0_skip", "depth_attention", "mhc")]
     for config in (*every_config(), *others):
         two_phase = has_phases(config)
         if two_phase:

@@ -163,3 +163,23 @@ def test_static_mix_keeps_to_the_error_budget(dtype, count, tokens):
 
     both = mix(ops.static_mix), mix(ops.reference.static_mix)
     assert_within_budget(*both, tensors, dtype, wide=("logits",))
+
+
+@pytest.mark.parametrize("tokens", [1, 63])
+@pytest.mark.parametrize("count", [2, 4, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=names)
+def test_several_streams_keep_to_the_error_budget(dtype, count, tokens):
+    width, size = 150, 2 * count + count * count
+    tensors = {"streams": torch.randn(tokens, count, width), "output": torch.randn(tokens, width)}
+    tensors["projection"] = torch.randn(size, count * width)
+    tensors |= {"bias": torch.randn(size), "factors": torch.tensor([0.02, -0.03, 0.05])}
+
+    def run(implementation):
+        def call(streams, output, projection, bias, factors):
+            x, post, res = implementation.hyper_read(streams, projection, bias, factors)
+            return x, post, res, implementation.hyper_write(streams, output, post, res)
+
+        return call
+
+    wide = ("projection", "bias", "factors", "output 2")
+    assert_within_budget(run(ops), run(ops.reference), tensors, dtype, wide=wide)

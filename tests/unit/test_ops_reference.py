@@ -62,6 +62,15 @@ CALLS = {
         ),
         lambda: (normal(2), row(), row(), row()),
     ),
+    "streams read": (
+        ops.hyper_read,
+        lambda: (normal(1, 2, 2), normal(8, 4), normal(8), normal(3)),
+    ),
+    "streams written": (
+        ops.hyper_write,
+        lambda: (normal(2, 2, 3), normal(2, 3), normal(2, 2), normal(2, 2, 2)),
+    ),
+    "doubly stochastic": (ops.doubly_stochastic, lambda: (normal(2, 3, 3),)),
     "mix, norm, weights": (
         lambda query, weight, *sources: ops.depth_mix(
             sources, query, adds_sources=True, norm_weight=weight, return_weights=True

@@ -1,15 +1,16 @@
-"""``edited`` is ``push`` with a larger output, at every place of every method."""
+"""``edited`` is ``push`` with a larger output, at every place of every method with one stream; of
+several, tests/property/test_mhc.py."""
 
 import pytest
 import torch
-from tests.support import METHODS
+from tests.support import METHODS, ONE_STREAM
 
 from depthroute.nn import ResidualStream, Sites
 
 LAYERS, WIDTH = 6, 8
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_STREAM)
 def test_an_edit_is_a_larger_output_of_the_last_sublayer(method):
     plan = METHODS[method].resolve(LAYERS, width=WIDTH)
     generator = torch.Generator().manual_seed(0)

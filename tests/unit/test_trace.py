@@ -14,7 +14,7 @@ def test_the_trace_covers_every_choosing_site_and_every_sublayer(name):
     model = routed_model(name)
     trace = dr.trace(model, tokens(), gradients=True)
     parameters = {n: {*dict(site.named_parameters())} for n, site in model.sites.items()}
-    choosing = [n for n, names in parameters.items() if names & {"query", "logits"}]
+    choosing = [n for n, names in parameters.items() if names & {"query", "logits", "projection"}]
     values = [n for n in trace.sites if n.endswith(".values")]
     assert [n for n in trace.sites if n not in values] == choosing
     assert bool(values) == name.startswith("depth attention")

@@ -85,13 +85,17 @@ class _Without:
         place = stream.place
         if site is None or not place.chooses or not self._at(place.name):
             return x
-        sources, factor = stream.visible(), place.scale
+        factor: float | Tensor = place.scale
         if place.has_gate:
             assert site.gate is not None
             factor = site.gate.to(x.dtype)
+        if stream.plan.has_streams:  # whose weights are shares of what is read
+            assert stream.state is not None
+            factor = site.stream_weights(stream.state)[0].sum(-1, keepdim=True)
+        sources = stream.visible()
         weights = site.weights(sources)
         spread = weights.repeat_interleave(x.shape[-1] // weights.shape[-1], -1)
-        return self._changed(place.name, x, spread, sources, factor)
+        return self._changed(place.name, x, spread, [factor * s for s in sources])
 
     def on_depth_mix(
         self,
@@ -101,7 +105,7 @@ class _Without:
         values: Sequence[Tensor],
         mixed: Tensor,
     ) -> Tensor:
-        return self._changed(values_name(layer), mixed, weights.unsqueeze(-1), values, 1.0)
+        return self._changed(values_name(layer), mixed, weights.unsqueeze(-1), values)
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
         return output
@@ -114,21 +118,14 @@ class _Without:
             if site == name
         ]
 
-    def _changed(
-        self,
-        name: str,
-        x: Tensor,
-        weights: Tensor,
-        values: Sequence[Tensor],
-        factor: float | Tensor,
-    ) -> Tensor:
+    def _changed(self, name: str, x: Tensor, weights: Tensor, values: Sequence[Tensor]) -> Tensor:
         """``x`` and, in the rows of a removal, what the change of weights makes of it."""
         x = x.clone()
         for rows, source in self._at(name):
             of_rows = weights[:, rows]
             change = without(of_rows, source) - of_rows
             for weight, value in zip(change, values, strict=True):
-                x[rows] += (factor * weight * value[rows]).to(x.dtype)
+                x[rows] += (weight * value[rows]).to(x.dtype)
         return x
 
 

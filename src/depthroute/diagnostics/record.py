@@ -50,6 +50,8 @@ def record(trace: Trace, importance: Mapping[str, Tensor] | None = None) -> dict
         }
         if site.name in rises:
             of_site["importance"] = [_finite(rise) for rise in rises[site.name].tolist()]
+        if site.mixing is not None:
+            of_site["kept"] = _short(site.mixing.diagonal().mean().item())
         sites.append(of_site)
     sublayers = [
         {

@@ -67,6 +67,8 @@ def _map(
         statistics = f" max {site['normalised_max']:.2f} entropy {site['normalised_entropy']:.2f}"
         line.append(statistics, style="dim")
         best = f"  {names[site['sources'][top]]} {site['weights'][top]:.2f}"
+        if "kept" in site:  # of several streams
+            best += f", streams keep {site['kept']:.2f} of themselves"
         if len(line) + len(best) <= console.width:
             line.append(best)
         lines.append(line)

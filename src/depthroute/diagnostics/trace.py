@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,10 @@ class SiteTrace:
     """(max - 1/S) / (1 - 1/S): 0 is uniform, 1 picks a single source."""
     normalised_entropy: float
     """Entropy over log S: 1 is uniform, 0 picks a single source."""
+    writes: Tensor | None = None
+    """Of several streams, what each is added of the output, [S]."""
+    mixing: Tensor | None = None
+    """Of several streams, how much of each (column) each (row) is made of, [S, S]."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,10 @@ class _Recorder:
         name = stream.place.name
         weights = site.weights([s.detach() for s in stream.visible()])
         self.sites[name] = summarise(name, stream.place.source_names, weights)
+        if stream.plan.has_streams and stream.state is not None:
+            _, writes, mixing = site.stream_weights(stream.state.detach())
+            writes, mixing = writes.flatten(0, -2).mean(0), mixing.flatten(0, -3).mean(0)
+            self.sites[name] = replace(self.sites[name], writes=writes, mixing=mixing)
         return x
 
     def on_depth_mix(

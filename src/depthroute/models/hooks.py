@@ -2,8 +2,9 @@
 
 Between routed layers passes a :class:`LayerState`, of which the residual state is a part or a sum.
 A hook is shown that state, and what it adds counts as if the last sublayer before it had put it
-out: for the state, for the block that is being summed and for every later read. What it is shown
-has a gradient where the model has one, the loss's with respect to such an addition.
+out: for the state, for the block that is being summed and for every later read. Of several streams
+it is shown the mean, and what it adds is added to each. What it is shown has a gradient where the
+model has one, the loss's with respect to such an addition.
 """
 
 from __future__ import annotations

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 REFERENCE_STD = 0.02
 """Of the queries in the Delta authors' released code; the papers start at exactly zero."""
+STREAM_FACTOR = 0.01
+"""Of the projections of mHC, as published."""
+STREAM_OWN, STREAM_APART = 7 / 4, -8.0
+"""How a place of mHC starts: what its own stream is added of an output, more than the others, or
+they would be alike and their gradients too; and the logit of mixing one stream into another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +42,10 @@ class SiteParameters:
     head_norm: str
     logits: Tensor | None = None
     """In place of query and gain."""
+    projection: Tensor | None = None
+    """With ``bias`` and ``factors``, of several streams: see :func:`depthroute.ops.hyper_read`."""
+    bias: Tensor | None = None
+    factors: Tensor | None = None
 
     @property
     def slice_norm(self) -> bool:
@@ -52,6 +61,19 @@ class SiteParameters:
             return ops.Boundary(x, None, mix.residual, None, mix.sources)
         return ops.boundary(mix, self.key_weight, wants, backend)
 
+    def read_streams(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a sublayer reads of ``streams``, and the weights of its writing to them."""
+        assert self.projection is not None and self.bias is not None and self.factors is not None
+        given = self.projection, self.bias, self.factors
+        return ops.hyper_read(streams, *given, eps=self.eps)
+
+    @torch.no_grad()
+    def stream_weights(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of reading, writing and mixing ``streams`` [..., n, D]: two [..., n] and [..., n, n]."""
+        assert self.projection is not None and self.bias is not None and self.factors is not None
+        given = self.projection, self.bias, self.factors
+        return ops.reference.hyper_weights(streams, *given, eps=self.eps)
+
     def mix(self, sources: Sequence[Tensor], residual: Tensor | None = None) -> Tensor:
         """``residual + mix`` over ``sources``."""
         if self.logits is not None:
@@ -62,8 +84,11 @@ class SiteParameters:
 
     @torch.no_grad()
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
-        """The softmax over depth, [S, ..., H]."""
+        """The softmax over depth, [S, ..., H]; of several streams, their shares of what is read."""
         shape = len(sources), *sources[0].shape[:-1], 1
+        if self.projection is not None:
+            pre, *_ = self.stream_weights(torch.stack(list(sources), -2))
+            return (pre / pre.sum(-1, keepdim=True)).movedim(-1, 0).unsqueeze(-1)
         if self.logits is not None:
             alpha = ops.reference.static_weights(self.logits, sources)
             return alpha.view(-1, *[1] * (len(shape) - 1)).expand(shape)
@@ -81,25 +106,29 @@ class SiteParameters:
 
     def to(self, device: Any, non_blocking: bool = False) -> SiteParameters:
         moved = {
-            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in vars(self).items()
-            if name in ("query", "key_weight", "gate", "logits")
+            if isinstance(tensor, Tensor)
         }
         return replace(self, **moved)
 
 
 class Site(nn.Module):
-    """One place that reads: a query and a key gain, or a logit for each source, and a gate where
-    the plan asks for one.
+    """One place that reads: a query and a key gain, or a logit for each source, or what the weights
+    of several streams are computed by, and a gate where the plan asks for one.
 
     Queries and logits start at zero (uniform weights) and gains at one. A place with a single
-    source has neither; a place with nothing to choose has no site at all.
+    source has neither; a place with nothing to choose has no site at all. A site of several streams
+    starts with what a single one does (``docs/methods.md``).
     """
 
     query: nn.Parameter | None
     key_weight: nn.Parameter | None
     gate: nn.Parameter | None
     logits: nn.Parameter | None
+    projection: nn.Parameter | None
+    bias: nn.Parameter | None
+    factors: nn.Parameter | None
 
     def __init__(
         self,
@@ -112,6 +141,8 @@ class Site(nn.Module):
         gate: float | None = None,
         query_std: float = 0.0,
         num_logits: int = 0,
+        num_streams: int = 0,
+        own_stream: int = 0,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -122,11 +153,16 @@ class Site(nn.Module):
             raise ConfigError(f"heads={heads} does not divide the width {width}")
         self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
         self.gate_start, self.query_std = gate, query_std
-        for name, wanted, size in (
+        self.num_streams, self.own_stream = num_streams, own_stream
+        num_weights = num_streams * (2 + num_streams)
+        for name, wanted, *size in (
             ("query", has_query, width),
             ("key_weight", has_query, width),
             ("logits", num_logits > 0, num_logits),
             ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
+            ("projection", num_streams > 0, num_weights, num_streams * width),
+            ("bias", num_streams > 0, num_weights),
+            ("factors", num_streams > 0, 3),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
         self.reset_parameters()
@@ -144,10 +180,24 @@ class Site(nn.Module):
             nn.init.zeros_(self.logits)
         if self.gate is not None:
             nn.init.constant_(self.gate, self.gate_start or 0.0)
+        if self.projection is not None and self.bias is not None and self.factors is not None:
+            nn.init.zeros_(self.projection)
+            nn.init.constant_(self.factors, STREAM_FACTOR)
+            self.bias.copy_(self._start_of_streams())
+
+    def _start_of_streams(self) -> Tensor:
+        """Their mean is read, an output is added to it once, and mixing keeps it: whatever the
+        streams are, their mean is the residual state of a single one."""
+        count = self.num_streams
+        reading = torch.full((count,), 1 / count, dtype=torch.float64)
+        writing = torch.full_like(reading, (count - STREAM_OWN) / (count - 1))
+        writing[self.own_stream] = STREAM_OWN
+        mixing = torch.full((count, count), STREAM_APART).fill_diagonal_(0)
+        return torch.cat([reading.logit(), (writing / 2).logit(), mixing.flatten()])
 
     def forward(self) -> SiteParameters:
         given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
-        return SiteParameters(*given, self.logits)
+        return SiteParameters(*given, self.logits, self.projection, self.bias, self.factors)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
@@ -156,6 +206,7 @@ class Site(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
         parts += [name for name in ("query", "logits", "gate") if getattr(self, name) is not None]
+        parts += [f"streams={self.num_streams}"] if self.num_streams else []
         return ", ".join(parts)
 
 
@@ -206,6 +257,8 @@ class Sites(nn.Module):
                 num_logits=place.num_sources if plan.softmax == "logits" and place.chooses else 0,
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
+                num_streams=plan.streams if plan.has_streams else 0,
+                own_stream=place.index % plan.streams,
             )
             key = place.name.replace(".", "_")
             self.add_module(key, site)

@@ -69,11 +69,13 @@ class ResidualStream:
     partial: Tensor | None = None
     """Sum of the current block's outputs so far."""
     state: Tensor | None = None
-    """The plain residual sum, where the method needs it."""
+    """The plain residual sum, where the method needs it; of several streams, all [..., n, D]."""
     pending: Tensor | None = None
     """The last output, noted but not yet added to the others."""
     priors: tuple[tuple[Tensor, Tensor], ...] = ()
     """Phase-1 output and log-sum-exp of this and the group's later sublayers."""
+    links: tuple[Tensor, ...] = ()
+    """Of several streams, between a read and its push: the weights of writing and of mixing."""
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
@@ -112,11 +114,14 @@ class ResidualStream:
             )
         backend = _chosen_backend(embedding) if config.chooses else "torch"
         holds = config.places[0].num_finished > 0
+        state = embedding if config.keeps_state else None
+        if config.has_streams:
+            state = torch.stack([embedding] * config.streams, -2)
         return cls(
             plan=config,
             index=0,
             sources=(embedding,) if holds else (),
-            state=embedding if config.keeps_state else None,
+            state=state,
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
             backend=backend,
@@ -132,15 +137,16 @@ class ResidualStream:
         """Some tensor of the stream: its shape, dtype and device are those of all."""
         held = self.sources[0] if self.sources else self.state
         assert held is not None
-        return held
+        return held.select(-2, 0) if self.plan.has_streams else held
 
     @property
     def value(self) -> Tensor:
-        """The residual state h: kept, or the sum of the sources where they are complete."""
+        """The residual state h: kept, or the sum of the sources where they are complete; of several
+        streams the mean."""
         if self.pending is not None:
             return self.settled().value
         if self.state is not None:
-            return self.state
+            return self.state.mean(-2) if self.plan.has_streams else self.state
         parts = [*self.sources] + ([self.partial] if self.partial is not None else [])
         total = parts[0]
         for part in parts[1:]:
@@ -151,6 +157,8 @@ class ResidualStream:
         """The sources that the place before sublayer ``index`` reads."""
         if self.pending is not None:
             return self.settled().visible()
+        if self.plan.has_streams and self.state is not None:
+            return self.state.unbind(-2)
         if not self.place.reads_unfinished:
             return self.sources
         unfinished = self.state if self.partial is None else self.partial
@@ -192,6 +200,10 @@ class ResidualStream:
                 f"{place.name} chooses among {place.num_sources} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
+        if self.plan.has_streams:
+            assert site is not None and self.state is not None
+            x, *links = site.read_streams(self.state)
+            return x, _changed(self, links=tuple(links))
         if place.chooses:
             assert site is not None
             x, after = self._mix(place, site, None)
@@ -321,7 +333,7 @@ class ResidualStream:
     def _added(self, place: Place, output: Tensor, priors: tuple[Any, ...]) -> ResidualStream:
         """The stream before ``place`` with the ``output`` of the sublayer before it."""
         stores, sources, partial = self.plan.stores, self.sources, None
-        state = None if self.state is None else self.state + output
+        state = None if self.state is None else self._sum(output)
         if stores == "deltas":
             partial = output if self.partial is None else self.partial + output
             if place.starts_block:
@@ -341,12 +353,26 @@ class ResidualStream:
             state=state,
             pending=None,
             priors=priors,
+            links=(),
         )
         return after if place.opens_group is None else after._open_group(place.opens_group)
 
+    def _sum(self, output: Tensor) -> Tensor:
+        """The state with ``output`` added."""
+        assert self.state is not None
+        if not self.plan.has_streams:
+            return self.state + output
+        if not self.links:
+            raise DepthrouteError(
+                f"{self.place.name} is pushed to {self.plan.streams} streams by weights that its "
+                "read computes; push to the stream that read returned"
+            )
+        post, res = self.links
+        return ops.hyper_write(self.state, output, post, res)
+
     def edited(self, delta: Tensor) -> ResidualStream:
         """The stream as if the last sublayer had put out ``delta`` more; before any has run, as if
-        the embedding had been larger by it."""
+        the embedding had been larger by it. Several streams are all larger by it."""
         if self.pending is not None:
             return self.settled().edited(delta)
         plan, sources, partial = self.plan, self.sources, self.partial
@@ -356,6 +382,7 @@ class ResidualStream:
             partial = partial + delta
         elif sources and (is_newest or self.index == 0):
             sources = (*sources[:-1], sources[-1] + delta)
+        delta = delta.unsqueeze(-2) if plan.has_streams else delta
         state = None if self.state is None else self.state + delta
         after = _changed(self, sources=sources, partial=partial, state=state)
         group = self.place.opens_group if self.priors else None
@@ -396,7 +423,7 @@ class ResidualStream:
     def to(self, device: Any, non_blocking: bool = False) -> ResidualStream:
         """The stream and the parameters it is read with on ``device``, for a layer that is there
         (accelerate moves what a layer is given this way)."""
-        names = "sources", "partial", "state", "pending", "priors"
+        names = "sources", "partial", "state", "pending", "priors", "links"
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=non_blocking)
@@ -411,13 +438,14 @@ class ResidualStream:
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
-        return _changed(self, sources=(), partial=None, state=None, pending=None, priors=())
+        nothing = dict.fromkeys(("sources", "priors", "links"), ())
+        return _changed(self, **nothing, partial=None, state=None, pending=None)
 
     def tensors(self) -> list[Tensor]:
         if self.pending is not None:
             return self.settled().tensors()
         held = [*self.sources]
-        held += [t for t in (self.partial, self.state) if t is not None]
+        held += [t for t in (self.partial, self.state, *self.links) if t is not None]
         return held + [t for pair in self.priors for t in pair]
 
     def with_tensors(self, tensors: list[Any], index: int | None = None) -> ResidualStream:
@@ -431,6 +459,7 @@ class ResidualStream:
         sources = tuple(rest.pop(0) for _ in range(place.num_finished))
         partial = rest.pop(0) if place.has_partial else None
         state = rest.pop(0) if plan.keeps_state else None
+        links, rest = (tuple(rest), []) if plan.has_streams else ((), rest)
         priors = tuple(zip(rest[::2], rest[1::2], strict=True))
         return _changed(
             self,
@@ -440,6 +469,7 @@ class ResidualStream:
             state=state,
             pending=None,
             priors=priors,
+            links=links,
         )
 
 

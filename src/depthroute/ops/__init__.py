@@ -17,6 +17,7 @@ from depthroute.ops.backends import (
 from depthroute.ops.cross_entropy import linear_cross_entropy
 from depthroute.ops.depth_attention import depth_attention_mix
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
+from depthroute.ops.hyper import doubly_stochastic, hyper_read, hyper_write
 from depthroute.ops.mix import (
     Boundary,
     Wants,
@@ -47,7 +48,10 @@ __all__ = [
     "depth_mix_group",
     "depth_mix_group_carried",
     "depth_mix_merge",
+    "doubly_stochastic",
     "fuses_boundary",
+    "hyper_read",
+    "hyper_write",
     "keeping_backend",
     "linear_cross_entropy",
     "record_backends",

@@ -18,6 +18,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+SINKHORN_ITERATIONS = 20
+"""Of columns and rows, as published for mHC."""
+
 
 def widen(x: Tensor) -> Tensor:
     """At least fp32."""
@@ -217,6 +220,84 @@ def linear_cross_entropy(
     places = torch.where(is_counted, targets, 0).unsqueeze(-1)
     losses = torch.logsumexp(z, dim=-1) - z.gather(-1, places).squeeze(-1)
     return torch.where(is_counted, losses, 0.0).sum()
+
+
+def doubly_stochastic(
+    logits: Float[Tensor, "*tokens n n"],
+) -> Float[Tensor, "*tokens n n"]:
+    """exp(logits), its columns and then its rows divided by their sums, twenty times.
+
+    The first two by logarithms: no exponential overflows, and every sum after them lies between
+    1/n and n, so none vanishes.
+    """
+    matrix = torch.softmax(torch.log_softmax(logits, -2), -1)
+    for _ in range(SINKHORN_ITERATIONS - 1):
+        matrix = matrix / matrix.sum(-2, keepdim=True)
+        matrix = matrix / matrix.sum(-1, keepdim=True)
+    return matrix
+
+
+def hyper_weights(
+    streams: Float[Tensor, "*tokens n D"],
+    projection: Float[Tensor, "m nD"],
+    bias: Float[Tensor, " m"],
+    factors: Float[Tensor, "3"],
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """H_pre [*tokens n], H_post [*tokens n] and H_res [*tokens n n] (mHC eq. 14-19).
+
+    xbar = RMSNorm of all streams side by side;  Ht = a * (xbar phi) + b for each of the three;
+    H_pre = sigmoid(Ht_pre),  H_post = 2 sigmoid(Ht_post),  H_res = doubly_stochastic(Ht_res).
+    """
+    flat = widen(streams).flatten(-2)
+    xbar = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
+    projected = torch.stack([(xbar * phi).sum(-1) for phi in projection.to(flat.dtype)], -1)
+    pre, post, res = hyper_logits(projected, bias, factors, streams.shape[-2])
+    return torch.sigmoid(pre), 2 * torch.sigmoid(post), doubly_stochastic(res)
+
+
+def hyper_logits(
+    projected: Float[Tensor, "*tokens m"],
+    bias: Float[Tensor, " m"],
+    factors: Float[Tensor, "3"],
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """a * projected + b, for pre, post and res in this order, of ``count`` streams."""
+    sizes = count, count, count * count
+    pieces = zip(
+        factors.to(projected.dtype),
+        projected.split(sizes, -1),
+        bias.to(projected.dtype).split(sizes),
+        strict=True,
+    )
+    pre, post, res = (a * u + b for a, u, b in pieces)
+    return pre, post, res.unflatten(-1, (count, count))
+
+
+def hyper_read(
+    streams: Float[Tensor, "*tokens n D"],
+    projection: Float[Tensor, "m nD"],
+    bias: Float[Tensor, " m"],
+    factors: Float[Tensor, "3"],
+    *,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x = H_pre X, and H_post and H_res for :func:`hyper_write`."""
+    pre, post, res = hyper_weights(streams, projection, bias, factors, eps=eps)
+    return (pre.unsqueeze(-1) * widen(streams)).sum(-2).to(streams.dtype), post, res
+
+
+def hyper_write(
+    streams: Float[Tensor, "*tokens n D"],
+    output: Float[Tensor, "*tokens D"],
+    post: Float[Tensor, "*tokens n"],
+    res: Float[Tensor, "*tokens n n"],
+) -> Float[Tensor, "*tokens n D"]:
+    """X' = H_res X + H_post^T output, rounded once."""
+    mixed = (res.unsqueeze(-1) * widen(streams).unsqueeze(-3)).sum(-2)
+    written = mixed + post.unsqueeze(-1) * widen(output).unsqueeze(-2)
+    return written.to(streams.dtype)
 
 
 def _folded(query: Tensor, key_weight: Tensor | None, like: Tensor) -> Tensor:
