@@ -22,6 +22,15 @@ def loss_without(monkeypatch, model, ids, site, source):
     """By the definition, whose softmax is told that the source is out of the question."""
     at, depth_calls = model.sites.get(site), []
     originals = reference.depth_logits, reference.static_weights, reference.depth_attention_mix
+    hyper_weights = reference.hyper_weights
+
+    def stream_weights(streams, projection, *args, **options):
+        pre, *others = hyper_weights(streams, projection, *args, **options)
+        if at is not None and projection is at.projection:
+            total = pre.sum(-1, keepdim=True)
+            pre[..., source] = 0.0
+            pre = pre * total / pre.sum(-1, keepdim=True)
+        return pre, *others
 
     def depth_logits(sources, query, *args, **options):
         logits = originals[0](sources, query, *args, **options)
@@ -46,6 +55,7 @@ def loss_without(monkeypatch, model, ids, site, source):
         patched.setattr(reference, "depth_logits", depth_logits)
         patched.setattr(reference, "static_weights", static_weights)
         patched.setattr(reference, "depth_attention_mix", depth_attention_mix)
+        patched.setattr(reference, "hyper_weights", stream_weights)
         return loss_of(model, ids)
 
 
