@@ -97,6 +97,8 @@ METHODS = {
     "depth attention": dr.RoutingConfig("depth_attention", init="paper"),
     "depth attention stride 1": dr.RoutingConfig("depth_attention", stride=1, init="paper"),
     "depth attention gate": dr.RoutingConfig("depth_attention", recent_window=2, init="gate"),
+    "value residual": dr.RoutingConfig("value_residual"),
+    "value residual gate": dr.RoutingConfig("value_residual", init="gate"),
 }
 
 IDENTITIES = {
@@ -119,6 +121,7 @@ IDENTITIES = {
     "static block gate": dr.RoutingConfig("static", num_blocks=4, init="gate"),
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "depth attention": dr.RoutingConfig("depth_attention"),
+    "value residual": dr.RoutingConfig("value_residual"),
 }
 """Every configuration whose conversion is an identity."""
 

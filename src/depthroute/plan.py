@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class DepthRow:
-    """Which layers' keys and values a layer of depth attention draws on."""
+    """Which layers' values (and, in depth attention, keys) a layer's attention draws on."""
 
     sources: tuple[int, ...]
     """Earlier layers (D_l without itself)."""
@@ -99,6 +99,11 @@ class Resolved:
     def softmax(self) -> str | None:
         """What gives the weights over depth: a site's ``"query"``, or nothing."""
         return METHODS[self.method].softmax
+
+    @property
+    def values(self) -> str | None:
+        """What weights attention's values over layers: ``"keys"``, ``"numbers"``, or nothing."""
+        return METHODS[self.method].values
 
     @property
     def routes(self) -> bool:
@@ -153,6 +158,7 @@ class Plan(Resolved):
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""
         gates = sum(place.has_gate for place in self.places)
+        gates += gates if self.values == "numbers" else 0  # and the weight of each layer's own
         if self.softmax is None:
             return gates
         size = SITE_SIZES[self.softmax]
@@ -191,7 +197,7 @@ class Plan(Resolved):
         notes = ["starts a block"] if starts else []
         if place.opens_group is not None:
             notes.append(f"phase 1 for {len(place.opens_group)}")
-        if self.method == "depth_attention" and place.index < self.num_sublayers:
+        if place.index < self.num_sublayers:
             layer, sublayer = divmod(place.index, len(self.sublayers))
             earlier = self.depth[layer].sources if sublayer == 0 else ()
             notes += [f"values of layers {', '.join(map(str, earlier))}"] if earlier else []

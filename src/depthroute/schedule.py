@@ -89,8 +89,8 @@ class Schedule(Resolved):
         return self.chooses and self.reads_mix(index) and self.num_sources(index) > 1
 
     def has_gate(self, index: int) -> bool:
-        if self.method == "depth_attention" and self.init == "gate":
-            # one per layer, at its attention: how far the mixed value replaces the layer's own
+        if self.values == "numbers" or (self.values == "keys" and self.init == "gate"):
+            # one per layer, at its attention: how much of the others' values there is in its own
             layer, place = divmod(index, len(self.sublayers))
             return place == 0 and index < self.num_sublayers and bool(self.depth_sources(layer))
         return self.is_gated and self.reads_mix(index)
@@ -113,10 +113,12 @@ class Schedule(Resolved):
 
         Anchors are absolute within a visit of the stack: ``j < l`` with ``j % stride == 0``, plus
         the ``recent_window`` layers just below. A looped stack adds the same layer's earlier
-        visits.
+        visits. A value residual draws on layer 0 alone, of the first visit.
         """
-        if self.method != "depth_attention":
+        if self.values is None:
             return ()
+        if self.values == "numbers":
+            return (0,) if layer else ()
         depth = self.num_layers // self.loops
         visit, position = divmod(layer, depth)
         anchors = {j for j in range(position) if j % self.stride == 0}

@@ -30,6 +30,7 @@ CHOOSING = {
     "static": dr.RoutingConfig("static"),
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "depth attention": dr.RoutingConfig("depth_attention"),
+    "value residual": dr.RoutingConfig("value_residual"),
 }
 
 

@@ -25,6 +25,7 @@ FAMILY_METHODS = {
     "attnres": dr.RoutingConfig("attnres"),
     "two-phase": dr.RoutingConfig("attnres", block_size=2, evaluation="two_phase"),
     "depth attention": dr.RoutingConfig("depth_attention", init="paper"),
+    "value residual": dr.RoutingConfig("value_residual", init="paper"),
 }
 
 
@@ -184,7 +185,7 @@ FAMILIES = [
     (family, method)
     for family in SETTINGS
     for method in FAMILY_METHODS
-    if (family, method) != ("kimi_linear", "depth attention")
+    if family != "kimi_linear" or method not in ("depth attention", "value residual")
 ]
 
 

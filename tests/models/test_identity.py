@@ -59,7 +59,9 @@ def test_a_gate_is_absent_where_it_could_never_open():
     assert [plan.places[i].chooses for i in (1, 3, 5)] == [False, False, True]
 
 
-@pytest.mark.parametrize("name", ["attnres full", "delta block", "depth attention"])
+@pytest.mark.parametrize(
+    "name", ["attnres full", "delta block", "depth attention", "value residual"]
+)
 def test_revert_gives_back_the_very_same_model(name):
     plain = plain_model()
     before = {k: v.clone() for k, v in plain.state_dict().items()}

@@ -19,6 +19,7 @@ from depthroute.errors import ConfigError
 
 LAYERS, WIDTH = 4, 8
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+WITHOUT_SOFTMAX = ("standard", "x0_skip", "depth_attention", "value_residual")
 
 
 @cache
@@ -198,7 +199,7 @@ def test_two_phases_in_any_group_size_equal_one_pass_with_every_gradient(config,
         assert_close(two_grads[name], one_grads[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("method", ["standard", "x0_skip", "depth_attention"])
+@pytest.mark.parametrize("method", WITHOUT_SOFTMAX)
 def test_methods_without_a_softmax_equal_their_definition(method):
     options = {"x0_skip": [{}, {"learned": True}, {"init": "gate"}]}.get(method, [{}])
     for option in options:
@@ -399,7 +400,7 @@ def test_a_stream_survives_a_pytree_round_trip_at_every_index(config, two_phase)
 
 
 def test_a_bare_structure_takes_the_tensors_of_any_index_of_any_method():
-    others = [RoutingConfig(method=m) for m in ("standard", "x0_skip", "depth_attention")]
+    others = [RoutingConfig(method=m) for m in WITHOUT_SOFTMAX]
     for config in (*every_config(), *others):
         two_phase = has_phases(config)
         if two_phase:

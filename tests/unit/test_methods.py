@@ -51,6 +51,7 @@ def test_a_name_and_its_routing_are_each_others_inverse(routing):
         ("delta:heads=1", "delta"),
         ("delta-block:include_partial=true", "delta-block:include_partial=true"),
         ("depth_attention", "depth-attention"),
+        ("value_residual", "value-residual"),
         ("x0_skip:learned=true", "x0-skip-learned"),
     ],
 )

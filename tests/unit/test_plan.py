@@ -131,6 +131,7 @@ def test_settings_left_out_follow_the_method():
         ({"method": "attnres", "embedding_source": False}, "centered"),
         ({"method": "x0_skip"}, "gate"),
         ({"method": "depth_attention"}, "gate"),
+        ({"method": "value_residual"}, "gate"),
         ({"method": "standard"}, "paper"),
         ({"method": "delta", "init": "paper"}, "paper"),
     ],

@@ -14,7 +14,7 @@ from depthroute.data.batches import IGNORED, Batch
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, Trainer
 
-METHODS = ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention"]
+METHODS = ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention", "value_residual"]
 
 
 def curve(method="delta", **changes):

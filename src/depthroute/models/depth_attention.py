@@ -80,10 +80,13 @@ class DepthContext(NamedTuple):
     implementation: str
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        site = self.site
+        if site is None or site.gate is None:
+            return self.memory.mix(query, key, value, scaling)
+        if site.value_weight is not None:
+            return self.memory.add(value, site.value_weight, site.gate)
         mixed = self.memory.mix(query, key, value, scaling)
-        if self.site is None or self.site.gate is None:
-            return mixed
-        return value + self.site.gate.to(value.dtype) * (mixed - value)
+        return value + site.gate.to(value.dtype) * (mixed - value)
 
 
 def depth_attention_forward(

@@ -158,7 +158,7 @@ class RoutedDecoder(RoutedModel):
         plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
         attentions = [getattr(layer, spec.attention.module) for layer in plain]
         _refuse_linear(attentions, plan, spec)
-        if plan.method == "depth_attention":
+        if plan.values is not None:
             depth_attention.enable(attentions, config)
         if plan.key_norm == "after_rope":
             depth_attention.delay_key_norms(attentions, spec.model_type)
@@ -266,9 +266,9 @@ def _is_wide(parameter: Tensor) -> bool:
 def _refuse_linear(attentions: list[Any], plan: Plan, spec: Architecture) -> None:
     linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
     where = f"layers {linear} of this {spec.model_type} model are linear attention"
-    if linear and plan.method == "depth_attention":
+    if linear and plan.values is not None:
         raise ConfigError(
-            f"depth attention mixes the values of softmax attention, and {where}; use "
+            f"method={plan.method!r} mixes the values of softmax attention, and {where}; use "
             "method='attnres' or 'delta'"
         )
     if linear and plan.loops > 1:

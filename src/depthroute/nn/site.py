@@ -37,6 +37,8 @@ class SiteParameters:
     head_norm: str
     logits: Tensor | None = None
     """In place of query and gain."""
+    value_weight: Tensor | None = None
+    """Of a layer's own value, where the gate is that of the first layer's."""
 
     @property
     def slice_norm(self) -> bool:
@@ -81,16 +83,16 @@ class SiteParameters:
 
     def to(self, device: Any, non_blocking: bool = False) -> SiteParameters:
         moved = {
-            name: None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            name: tensor.to(device, non_blocking=non_blocking)
             for name, tensor in vars(self).items()
-            if name in ("query", "key_weight", "gate", "logits")
+            if isinstance(tensor, Tensor)
         }
         return replace(self, **moved)
 
 
 class Site(nn.Module):
-    """One place that reads: a query and a key gain, or a logit for each source, and a gate where
-    the plan asks for one.
+    """One place that reads: a query and a key gain, or a logit for each source, and a gate (and
+    the weight of the value beside it) where the plan asks for one.
 
     Queries and logits start at zero (uniform weights) and gains at one. A place with a single
     source has neither; a place with nothing to choose has no site at all.
@@ -100,6 +102,7 @@ class Site(nn.Module):
     key_weight: nn.Parameter | None
     gate: nn.Parameter | None
     logits: nn.Parameter | None
+    value_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -112,6 +115,7 @@ class Site(nn.Module):
         gate: float | None = None,
         query_std: float = 0.0,
         num_logits: int = 0,
+        value_weight: float | None = None,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -121,12 +125,13 @@ class Site(nn.Module):
         if width % heads:
             raise ConfigError(f"heads={heads} does not divide the width {width}")
         self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
-        self.gate_start, self.query_std = gate, query_std
+        self.gate_start, self.query_std, self.value_start = gate, query_std, value_weight
         for name, wanted, size in (
             ("query", has_query, width),
             ("key_weight", has_query, width),
             ("logits", num_logits > 0, num_logits),
             ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
+            ("value_weight", value_weight is not None, 1),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
         self.reset_parameters()
@@ -144,10 +149,12 @@ class Site(nn.Module):
             nn.init.zeros_(self.logits)
         if self.gate is not None:
             nn.init.constant_(self.gate, self.gate_start or 0.0)
+        if self.value_weight is not None:
+            nn.init.constant_(self.value_weight, self.value_start or 0.0)
 
     def forward(self) -> SiteParameters:
         given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
-        return SiteParameters(*given, self.logits)
+        return SiteParameters(*given, self.logits, self.value_weight)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
@@ -155,7 +162,8 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
-        parts += [name for name in ("query", "logits", "gate") if getattr(self, name) is not None]
+        names = "query", "logits", "gate", "value_weight"
+        parts += [name for name in names if getattr(self, name) is not None]
         return ", ".join(parts)
 
 
@@ -191,7 +199,9 @@ class Sites(nn.Module):
         self.plan = plan
         self.width = width
         self.observer: Observer | None = None
-        gate_start = 1.0 if plan.learned and plan.init != "gate" else 0.0
+        mixes_values, is_closed = plan.values == "numbers", plan.init == "gate"
+        gate_start = 0.0 if is_closed else 0.5 if mixes_values else float(plan.learned)
+        value_start = 1.0 - gate_start if mixes_values else None
         self._names: dict[str, str] = {}
         self._by_index: dict[int, str] = {}
         for place in plan.places:
@@ -206,6 +216,7 @@ class Sites(nn.Module):
                 num_logits=place.num_sources if plan.softmax == "logits" and place.chooses else 0,
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
+                value_weight=value_start if place.has_gate else None,
             )
             key = place.name.replace(".", "_")
             self.add_module(key, site)

@@ -14,7 +14,7 @@ from depthroute.ops.backends import (
     keeping_backend,
     record_backends,
 )
-from depthroute.ops.depth_attention import depth_attention_mix
+from depthroute.ops.depth_attention import depth_attention_mix, value_residual
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
 from depthroute.ops.mix import (
     Boundary,
@@ -51,4 +51,5 @@ __all__ = [
     "record_backends",
     "reference",
     "static_mix",
+    "value_residual",
 ]
