@@ -99,6 +99,12 @@ METHODS = {
     "depth attention gate": dr.RoutingConfig("depth_attention", recent_window=2, init="gate"),
     "value residual": dr.RoutingConfig("value_residual"),
     "value residual gate": dr.RoutingConfig("value_residual", init="gate"),
+    "roles full": dr.RoutingConfig("attnres", value_reads=True),
+    "roles block": dr.RoutingConfig("attnres", block_size=5, value_reads=True),
+    "roles two-phase": dr.RoutingConfig(
+        "attnres", block_size=4, value_reads=True, evaluation="two_phase"
+    ),
+    "roles delta": dr.RoutingConfig("delta", num_blocks=3, value_reads=True),
 }
 
 IDENTITIES = {
@@ -122,6 +128,9 @@ IDENTITIES = {
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "depth attention": dr.RoutingConfig("depth_attention"),
     "value residual": dr.RoutingConfig("value_residual"),
+    "roles full": dr.RoutingConfig("attnres", value_reads=True),
+    "roles block": dr.RoutingConfig("attnres", block_size=5, value_reads=True),
+    "roles centered": dr.RoutingConfig("attnres", value_reads=True, init="centered"),
 }
 """Every configuration whose conversion is an identity."""
 

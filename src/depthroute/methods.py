@@ -14,7 +14,7 @@ from depthroute.errors import ConfigError, shown, unknown
 
 INITS = ("complete", "centered", "gate", "paper", "reference")
 _SOURCES = ("block_size", "num_blocks", "sources", "routing", "include_partial", "embedding_source")
-_QUERY = ("heads", "head_norm", "eps", "evaluation", "group_size")
+_QUERY = ("heads", "head_norm", "eps", "evaluation", "group_size", "value_reads")
 
 
 class Kind(NamedTuple):
@@ -64,6 +64,8 @@ NAMES: dict[str, dict[str, Any]] = {
     "static": {"method": "static"},
     "static-block": {"method": "static", "num_blocks": 4},
     "value-residual": {"method": "value_residual"},
+    "attnres-block-roles": {"method": "attnres", "num_blocks": 4, "value_reads": True},
+    "attnres-full-roles": {"method": "attnres", "value_reads": True},
 }
 """Where several would do, the first with the fewest settings is the one that is shown."""
 BASELINE = "standard"

@@ -22,6 +22,9 @@ class Place:
     index: int
     name: str
     """``layers.3.mlp``, or ``final``."""
+    reads: tuple[str, ...]
+    """Names of the reads made here, each with a query of its own: the place's, and where attention
+    reads its values apart that name with ``.values``."""
     num_finished: int
     """Finished sources that exist here."""
     reads_unfinished: bool
@@ -81,6 +84,7 @@ class Resolved:
     head_norm: str
     eps: float
     learned: bool
+    value_reads: bool
     stride: int
     recent_window: int
     key_norm: str
@@ -104,6 +108,11 @@ class Resolved:
     def values(self) -> str | None:
         """What weights attention's values over layers: ``"keys"``, ``"numbers"``, or nothing."""
         return METHODS[self.method].values
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether attention is given other values than those of what its queries read."""
+        return self.values is not None or self.value_reads
 
     @property
     def routes(self) -> bool:
@@ -161,8 +170,9 @@ class Plan(Resolved):
         gates += gates if self.values == "numbers" else 0  # and the weight of each layer's own
         if self.softmax is None:
             return gates
-        size = SITE_SIZES[self.softmax]
-        return gates + sum(size(width, p.num_sources) for p in self.places if p.chooses)
+        size, chosen = SITE_SIZES[self.softmax], [p for p in self.places if p.chooses]
+        queries = width * sum(len(place.reads) - 1 for place in chosen)  # of one gain
+        return gates + queries + sum(size(width, place.num_sources) for place in chosen)
 
     @property
     def init_reason(self) -> str:
@@ -195,6 +205,7 @@ class Plan(Resolved):
         sources = place.source_names if place.reads_mix else ()
         starts = place.starts_block and self.block_size > 1 and place.name != FINAL
         notes = ["starts a block"] if starts else []
+        notes += ["values read apart"] if len(place.reads) > 1 else []
         if place.opens_group is not None:
             notes.append(f"phase 1 for {len(place.opens_group)}")
         if place.index < self.num_sublayers:

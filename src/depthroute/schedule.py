@@ -88,6 +88,12 @@ class Schedule(Resolved):
         """Whether there is something to choose: a single source has weight 1 and no gradient."""
         return self.chooses and self.reads_mix(index) and self.num_sources(index) > 1
 
+    def reads(self, index: int) -> tuple[str, ...]:
+        """Names of what is read here: by attention its values too, where there is a choice."""
+        name, has_attention = self.name(index), index % len(self.sublayers) == 0
+        is_twice = self.value_reads and has_attention and index < self.num_sublayers
+        return (name, f"{name}.values") if is_twice and self.chooses_at(index) else (name,)
+
     def has_gate(self, index: int) -> bool:
         if self.values == "numbers" or (self.values == "keys" and self.init == "gate"):
             # one per layer, at its attention: how much of the others' values there is in its own
@@ -183,6 +189,7 @@ class Schedule(Resolved):
         return Place(
             index=index,
             name=self.name(index),
+            reads=self.reads(index),
             num_finished=self.num_finished(index),
             reads_unfinished=self.reads_unfinished(index),
             num_sources=self.num_finished(index) + self.reads_unfinished(index),
@@ -271,6 +278,7 @@ def build(
         head_norm=config.head_norm,
         eps=config.eps if config.eps is not None else eps,
         learned=config.learned or (method == "x0_skip" and init == "gate"),
+        value_reads=config.value_reads,
         stride=config.stride or max(1, depth // 2),
         recent_window=config.recent_window,
         key_norm=config.key_norm,
@@ -424,10 +432,13 @@ def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
     sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
-    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2.
+    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2. A place that reads twice pays all
+    but phase 1's reading of the sources twice.
     """
     count = schedule.num_sublayers
-    average = sum(schedule.num_sources(i) for i in range(count)) / count
+    reads = [len(schedule.reads(i)) for i in range(count)]
+    mean_reads = sum(reads) / count
+    average = sum(reads[i] * schedule.num_sources(i) for i in range(count)) / count
     candidates = [asked] if asked else [schedule.block_size] if schedule.block_size > 1 else []
     costs = {}
     for size in candidates or range(min(2, count), count + 1):
@@ -435,7 +446,7 @@ def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, 
         for i in range(count):
             start = i - i % size
             finished += schedule.num_finished(start)
-            newer += schedule.num_sources(i) - schedule.num_finished(start)
-        costs[size] = 6 * finished / count / size + 3 + 4 * newer / count + 5
+            newer += reads[i] * (schedule.num_sources(i) - schedule.num_finished(start))
+        costs[size] = 6 * finished / count / size + 4 * newer / count + (3 + 5) * mean_reads
     best = min(costs, key=lambda size: costs[size])
-    return best, costs[best], 4 * average + 4
+    return best, costs[best], 4 * average + 4 * mean_reads

@@ -15,6 +15,7 @@ LOOPED = {
     "looped delta": dr.RoutingConfig("delta", block_size=3, loops=2),
     "looped depth attention": dr.RoutingConfig("depth_attention", loops=3, init="paper"),
     "looped value residual": dr.RoutingConfig("value_residual", loops=3),
+    "looped roles": dr.RoutingConfig("attnres", block_size=3, loops=2, value_reads=True),
 }
 EVERY = METHODS | LOOPED
 
@@ -94,7 +95,8 @@ def test_beam_search_with_a_cache_equals_beam_search_without(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["delta block", "attnres two-phase", "depth attention", "value residual"]
+    "name",
+    ["delta block", "attnres two-phase", "depth attention", "value residual", "roles two-phase"],
 )
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_greedy_generation_is_the_same_through_every_cache(name, cache):
@@ -105,7 +107,8 @@ def test_greedy_generation_is_the_same_through_every_cache(name, cache):
 
 
 @pytest.mark.parametrize(
-    "name", ["delta block", "attnres two-phase", "depth attention", "value residual"]
+    "name",
+    ["delta block", "attnres two-phase", "depth attention", "value residual", "roles two-phase"],
 )
 @torch.no_grad()
 def test_a_compiled_step_with_a_static_cache_decodes_the_same(name):

@@ -57,7 +57,9 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentra
         assert (recomputed[key] - gradient).abs().max() / scale < 1e-4, key
 
 
-@pytest.mark.parametrize("name", ["delta block", "depth attention", "value residual"])
+@pytest.mark.parametrize(
+    "name", ["delta block", "depth attention", "value residual", "roles block"]
+)
 def test_a_checkpointed_layer_never_writes_to_a_cache_twice(name):
     """The recomputation in backward would append every key again, so the cache stays empty."""
     model, ids = routed_model(name).train(), tokens()
@@ -128,6 +130,7 @@ def test_autocast_trains():
         ("delta block", "aot_eager"),
         ("depth attention", "aot_eager"),
         ("value residual", "aot_eager"),
+        ("roles two-phase", "aot_eager"),
     ],
 )
 def test_compiled_fullgraph_trains_the_same_curve(name, backend):

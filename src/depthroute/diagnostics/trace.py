@@ -72,7 +72,7 @@ class _Recorder:
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> None:
         if site is None or not stream.place.chooses:
             return
-        name = stream.place.name
+        name = stream.place.reads[site.read]
         weights = site.weights([s.detach() for s in stream.visible()])
         self.sites[name] = summarise(name, stream.place.source_names, weights)
 

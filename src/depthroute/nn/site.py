@@ -39,6 +39,17 @@ class SiteParameters:
     """In place of query and gain."""
     value_weight: Tensor | None = None
     """Of a layer's own value, where the gate is that of the first layer's."""
+    value_query: Tensor | None = None
+    """Of the read that attention's values come from, where it is one of its own."""
+    read: int = 0
+    """Which of the place's reads these are the parameters of."""
+
+    @property
+    def reads(self) -> tuple[SiteParameters, ...]:
+        """The parameters of every read of the place, in the plan's order."""
+        if self.value_query is None:
+            return (self,)
+        return self, replace(self, query=self.value_query, read=1)
 
     @property
     def slice_norm(self) -> bool:
@@ -103,6 +114,7 @@ class Site(nn.Module):
     gate: nn.Parameter | None
     logits: nn.Parameter | None
     value_weight: nn.Parameter | None
+    value_query: nn.Parameter | None
 
     def __init__(
         self,
@@ -116,6 +128,7 @@ class Site(nn.Module):
         query_std: float = 0.0,
         num_logits: int = 0,
         value_weight: float | None = None,
+        has_value_query: bool = False,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -132,17 +145,18 @@ class Site(nn.Module):
             ("logits", num_logits > 0, num_logits),
             ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
             ("value_weight", value_weight is not None, 1),
+            ("value_query", has_value_query, width),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.query is not None:
-            if self.query_std:
-                nn.init.normal_(self.query, 0.0, self.query_std)
-            else:
-                nn.init.zeros_(self.query)
+        for query in (self.query, self.value_query):
+            if query is not None and self.query_std:
+                nn.init.normal_(query, 0.0, self.query_std)
+            elif query is not None:
+                nn.init.zeros_(query)
         if self.key_weight is not None:
             nn.init.ones_(self.key_weight)
         if self.logits is not None:
@@ -154,7 +168,7 @@ class Site(nn.Module):
 
     def forward(self) -> SiteParameters:
         given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
-        return SiteParameters(*given, self.logits, self.value_weight)
+        return SiteParameters(*given, self.logits, self.value_weight, self.value_query)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
@@ -162,7 +176,7 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
-        names = "query", "logits", "gate", "value_weight"
+        names = "query", "value_query", "logits", "gate", "value_weight"
         parts += [name for name in names if getattr(self, name) is not None]
         return ", ".join(parts)
 
@@ -217,6 +231,7 @@ class Sites(nn.Module):
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
                 value_weight=value_start if place.has_gate else None,
+                has_value_query=len(place.reads) > 1,
             )
             key = place.name.replace(".", "_")
             self.add_module(key, site)
