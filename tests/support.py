@@ -99,6 +99,14 @@ METHODS = {
     "depth attention": dr.RoutingConfig("depth_attention", init="paper"),
     "depth attention stride 1": dr.RoutingConfig("depth_attention", stride=1, init="paper"),
     "depth attention gate": dr.RoutingConfig("depth_attention", recent_window=2, init="gate"),
+    "value residual": dr.RoutingConfig("value_residual"),
+    "value residual gate": dr.RoutingConfig("value_residual", init="gate"),
+    "roles full": dr.RoutingConfig("attnres", value_reads=True),
+    "roles block": dr.RoutingConfig("attnres", block_size=5, value_reads=True),
+    "roles two-phase": dr.RoutingConfig(
+        "attnres", block_size=4, value_reads=True, evaluation="two_phase"
+    ),
+    "roles delta": dr.RoutingConfig("delta", num_blocks=3, value_reads=True),
 }
 
 ONE_STREAM = [name for name, routing in METHODS.items() if routing.method != "mhc"]
@@ -125,6 +133,10 @@ IDENTITIES = {
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "mhc": dr.RoutingConfig("mhc"),
     "depth attention": dr.RoutingConfig("depth_attention"),
+    "value residual": dr.RoutingConfig("value_residual"),
+    "roles full": dr.RoutingConfig("attnres", value_reads=True),
+    "roles block": dr.RoutingConfig("attnres", block_size=5, value_reads=True),
+    "roles centered": dr.RoutingConfig("attnres", value_reads=True, init="centered"),
 }
 """Every configuration whose conversion is an identity."""
 

@@ -41,6 +41,8 @@ class RoutingConfig:
     head_norm: str = "full"
     include_partial: bool | None = None
     embedding_source: bool = True
+    value_reads: bool = False
+    """attnres and delta only: attention's values come from a read of their own, with its query."""
     learned: bool = False
     """x0_skip only: the embedding's weight is a learned scalar per site instead of 1."""
     stride: int | None = None
@@ -70,7 +72,7 @@ class RoutingConfig:
             check_whole(f"routing.{name}", getattr(self, name), optional=True)
         check_whole("routing.recent_window", self.recent_window, least=0)
         check_whole("routing.streams", self.streams, least=2)
-        for name in ("embedding_source", "learned"):
+        for name in ("embedding_source", "learned", "value_reads"):
             check_switch(f"routing.{name}", getattr(self, name))
         check_switch("routing.include_partial", self.include_partial, optional=True)
         least, most = EPS_BOUNDS

@@ -14,7 +14,7 @@ from depthroute.errors import ConfigError, shown, unknown
 
 INITS = ("complete", "centered", "gate", "paper", "reference")
 _SOURCES = ("block_size", "num_blocks", "sources", "routing", "include_partial", "embedding_source")
-_QUERY = ("heads", "head_norm", "eps", "evaluation", "group_size")
+_QUERY = ("heads", "head_norm", "eps", "evaluation", "group_size", "value_reads")
 
 
 class Kind(NamedTuple):
@@ -27,6 +27,9 @@ class Kind(NamedTuple):
     """The ``init`` of a converted model where none is given; None: it depends on the sources."""
     softmax: str | None = None
     """What a site weights its sources by, if it does: a key of :data:`SITE_SIZES`."""
+    values: str | None = None
+    """What weights attention's values over layers, if they are mixed: its ``"keys"``, or learned
+    ``"numbers"``."""
     routing: str = "additive"
     reads_partial: bool = False
     """Whether the block in progress is a source unless settings say otherwise."""
@@ -38,7 +41,10 @@ METHODS = {
     "delta": Kind(_SOURCES + _QUERY, softmax="query"),
     "static": Kind(_SOURCES, tuple(i for i in INITS if i != "reference"), softmax="logits"),
     "x0_skip": Kind(("learned",), ("paper", "gate"), "gate"),
-    "depth_attention": Kind(("stride", "recent_window", "key_norm"), ("paper", "gate"), "gate"),
+    "depth_attention": Kind(
+        ("stride", "recent_window", "key_norm"), ("paper", "gate"), "gate", values="keys"
+    ),
+    "value_residual": Kind((), ("paper", "gate"), "gate", values="numbers"),
     "mhc": Kind(("streams", "eps"), ("paper",), "paper"),
 }
 SITE_SIZES: dict[str, Callable[[int, int], int]] = {
@@ -60,6 +66,9 @@ NAMES: dict[str, dict[str, Any]] = {
     "x0-skip-learned": {"method": "x0_skip", "learned": True},
     "static": {"method": "static"},
     "static-block": {"method": "static", "num_blocks": 4},
+    "value-residual": {"method": "value_residual"},
+    "attnres-block-roles": {"method": "attnres", "num_blocks": 4, "value_reads": True},
+    "attnres-full-roles": {"method": "attnres", "value_reads": True},
     "mhc": {"method": "mhc"},
 }
 """Where several would do, the first with the fewest settings is the one that is shown."""

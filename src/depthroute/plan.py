@@ -22,6 +22,9 @@ class Place:
     index: int
     name: str
     """``layers.3.mlp``, or ``final``."""
+    reads: tuple[str, ...]
+    """Names of the reads made here, each with a query of its own: the place's, and where attention
+    reads its values apart that name with ``.values``."""
     num_finished: int
     """Finished sources that exist here."""
     reads_unfinished: bool
@@ -57,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class DepthRow:
-    """Which layers' keys and values a layer of depth attention draws on."""
+    """Which layers' values (and, in depth attention, keys) a layer's attention draws on."""
 
     sources: tuple[int, ...]
     """Earlier layers (D_l without itself)."""
@@ -82,6 +85,7 @@ class Resolved:
     head_norm: str
     eps: float
     learned: bool
+    value_reads: bool
     stride: int
     recent_window: int
     key_norm: str
@@ -107,6 +111,16 @@ class Resolved:
     def has_streams(self) -> bool:
         """Whether there is more than one residual stream, and every place reads and mixes them."""
         return self.streams > 1
+
+    @property
+    def values(self) -> str | None:
+        """What weights attention's values over layers: ``"keys"``, ``"numbers"``, or nothing."""
+        return METHODS[self.method].values
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether attention is given other values than those of what its queries read."""
+        return self.values is not None or self.value_reads
 
     @property
     def routes(self) -> bool:
@@ -161,11 +175,13 @@ class Plan(Resolved):
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""
         gates = sum(place.has_gate for place in self.places)
+        gates += gates if self.values == "numbers" else 0  # and the weight of each layer's own
         weighted_by = "streams" if self.has_streams else self.softmax
         if weighted_by is None:
             return gates
-        size = SITE_SIZES[weighted_by]
-        return gates + sum(size(width, p.num_sources) for p in self.places if p.chooses)
+        size, chosen = SITE_SIZES[weighted_by], [p for p in self.places if p.chooses]
+        queries = width * sum(len(place.reads) - 1 for place in chosen)  # of one gain
+        return gates + queries + sum(size(width, place.num_sources) for place in chosen)
 
     @property
     def init_reason(self) -> str:
@@ -205,9 +221,10 @@ class Plan(Resolved):
         sources = place.source_names if place.reads_mix else ()
         starts = place.starts_block and self.block_size > 1 and place.name != FINAL
         notes = ["starts a block"] if starts else []
+        notes += ["values read apart"] if len(place.reads) > 1 else []
         if place.opens_group is not None:
             notes.append(f"phase 1 for {len(place.opens_group)}")
-        if self.method == "depth_attention" and place.index < self.num_sublayers:
+        if place.index < self.num_sublayers:
             layer, sublayer = divmod(place.index, len(self.sublayers))
             earlier = self.depth[layer].sources if sublayer == 0 else ()
             notes += [f"values of layers {', '.join(map(str, earlier))}"] if earlier else []

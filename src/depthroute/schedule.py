@@ -93,9 +93,15 @@ class Schedule(Resolved):
         weighs = self.chooses or self.has_streams
         return weighs and self.reads_mix(index) and self.num_sources(index) > 1
 
+    def reads(self, index: int) -> tuple[str, ...]:
+        """Names of what is read here: by attention its values too, where there is a choice."""
+        name, has_attention = self.name(index), index % len(self.sublayers) == 0
+        is_twice = self.value_reads and has_attention and index < self.num_sublayers
+        return (name, f"{name}.values") if is_twice and self.chooses_at(index) else (name,)
+
     def has_gate(self, index: int) -> bool:
-        if self.method == "depth_attention" and self.init == "gate":
-            # one per layer, at its attention: how far the mixed value replaces the layer's own
+        if self.values == "numbers" or (self.values == "keys" and self.init == "gate"):
+            # one per layer, at its attention: how much of the others' values there is in its own
             layer, place = divmod(index, len(self.sublayers))
             return place == 0 and index < self.num_sublayers and bool(self.depth_sources(layer))
         return self.is_gated and self.reads_mix(index)
@@ -118,10 +124,12 @@ class Schedule(Resolved):
 
         Anchors are absolute within a visit of the stack: ``j < l`` with ``j % stride == 0``, plus
         the ``recent_window`` layers just below. A looped stack adds the same layer's earlier
-        visits.
+        visits. A value residual draws on layer 0 alone, of the first visit.
         """
-        if self.method != "depth_attention":
+        if self.values is None:
             return ()
+        if self.values == "numbers":
+            return (0,) if layer else ()
         depth = self.num_layers // self.loops
         visit, position = divmod(layer, depth)
         anchors = {j for j in range(position) if j % self.stride == 0}
@@ -188,6 +196,7 @@ class Schedule(Resolved):
         return Place(
             index=index,
             name=self.name(index),
+            reads=self.reads(index),
             num_finished=self.num_finished(index),
             reads_unfinished=self.reads_unfinished(index),
             num_sources=self.num_sources(index),
@@ -276,6 +285,7 @@ def build(
         head_norm=config.head_norm,
         eps=config.eps if config.eps is not None else eps,
         learned=config.learned or (method == "x0_skip" and init == "gate"),
+        value_reads=config.value_reads,
         stride=config.stride or max(1, depth // 2),
         recent_window=config.recent_window,
         key_norm=config.key_norm,
@@ -430,10 +440,13 @@ def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
     sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
-    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2.
+    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2. A place that reads twice pays all
+    but phase 1's reading of the sources twice.
     """
     count = schedule.num_sublayers
-    average = sum(schedule.num_sources(i) for i in range(count)) / count
+    reads = [len(schedule.reads(i)) for i in range(count)]
+    mean_reads = sum(reads) / count
+    average = sum(reads[i] * schedule.num_sources(i) for i in range(count)) / count
     candidates = [asked] if asked else [schedule.block_size] if schedule.block_size > 1 else []
     costs = {}
     for size in candidates or range(min(2, count), count + 1):
@@ -441,7 +454,7 @@ def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, 
         for i in range(count):
             start = i - i % size
             finished += schedule.num_finished(start)
-            newer += schedule.num_sources(i) - schedule.num_finished(start)
-        costs[size] = 6 * finished / count / size + 3 + 4 * newer / count + 5
+            newer += reads[i] * (schedule.num_sources(i) - schedule.num_finished(start))
+        costs[size] = 6 * finished / count / size + 4 * newer / count + (3 + 5) * mean_reads
     best = min(costs, key=lambda size: costs[size])
-    return best, costs[best], 4 * average + 4
+    return best, costs[best], 4 * average + 4 * mean_reads

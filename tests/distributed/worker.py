@@ -31,6 +31,8 @@ CASES = {
     "attnres": (dr.RoutingConfig("attnres"), {}),
     "gate": (dr.RoutingConfig("delta", num_blocks=2, init="gate"), {}),
     "depth attention": (dr.RoutingConfig("depth_attention"), {}),
+    "value residual": (dr.RoutingConfig("value_residual"), {}),
+    "roles": (dr.RoutingConfig("attnres", value_reads=True), {}),
     "standard": (dr.RoutingConfig("standard"), {}),
     "accumulated": (dr.RoutingConfig("delta"), {"accumulation": 2}),
     "checkpointed": (dr.RoutingConfig("delta"), {"gradient_checkpointing": True}),

@@ -11,7 +11,7 @@ import pytest
 
 from depthroute.cli import app
 
-SHORT = ["--seeds", "1", "--methods", "standard,delta,static-block,depth-attention"]
+SHORT = ["--seeds", "1", "--methods", "standard,delta,static-block,depth-attention,value-residual"]
 SHORT += ["--set", "batch_size=2"]
 SHORT += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
 
@@ -39,7 +39,7 @@ def test_compare_prints_one_table_and_leaves_a_run_directory(
     assert run.name in err
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if r["event"] == "step"]
-    assert len(steps) == 4 * 4
+    assert len(steps) == 5 * 4
     routing = {r["method"]: r["mean_normalised_max"] for r in records if r["event"] == "routing"}
     assert routing["standard"] is None
     assert 0 <= routing["delta"] <= 1

@@ -14,12 +14,14 @@ import depthroute as dr
 from depthroute.diagnostics.terminal import routing_map
 from depthroute.models.generation import continue_prompt
 
+CHOOSING = ("delta", "delta block", "depth attention", "value residual", "roles block")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     (root / "text.txt").write_text(TEXT)
-    for method in ("delta", "delta block", "depth attention", "standard"):
+    for method in (*CHOOSING, "standard"):
         save(root / method, method)
     save(root / "plain", None)
     return root
@@ -53,7 +55,7 @@ def test_inspect_as_json_is_the_trace_of_the_model(depthroute, folders):
     assert all(s["gradient_rms"] > 0 for s in found["sublayers"])
 
 
-@pytest.mark.parametrize("method", ["delta", "delta block", "depth attention"])
+@pytest.mark.parametrize("method", CHOOSING)
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_the_map_has_a_row_a_site_and_fits_the_terminal(
     depthroute, folders, monkeypatch, method, columns

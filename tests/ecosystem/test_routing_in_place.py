@@ -31,6 +31,8 @@ CHOOSING = {
     "mhc": dr.RoutingConfig("mhc"),
     "x0-skip": dr.RoutingConfig("x0_skip"),
     "depth attention": dr.RoutingConfig("depth_attention"),
+    "value residual": dr.RoutingConfig("value_residual"),
+    "roles": dr.RoutingConfig("attnres", value_reads=True),
 }
 
 
@@ -77,7 +79,7 @@ def test_a_copy_that_peft_trains_has_gradients_everywhere(method):
     assert copies and all(p.requires_grad for p in copies.values())
     dead = [n for n, p in copies.items() if p.grad is None]
     assert not dead
-    starting = [p for n, p in copies.items() if n.endswith((".query", ".logits", ".gate"))]
+    starting = [p for n, p in copies.items() if n.endswith(("query", ".logits", ".gate"))]
     assert all(p.grad.abs().max() > 0 for p in starting)
     originals = [p for n, p in model.named_parameters() if "original_module" in n]
     assert all(p.grad is None and not p.requires_grad for p in originals)

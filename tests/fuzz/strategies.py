@@ -34,6 +34,7 @@ ROUTING: dict[str, st.SearchStrategy[Any]] = {
     "include_partial": st.booleans(),
     "embedding_source": st.booleans(),
     "learned": st.booleans(),
+    "value_reads": st.booleans(),
     "stride": WHOLE,
     "recent_window": st.integers(0, 9),
     "key_norm": st.sampled_from(KEY_NORMS),

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthroute import cli
+from depthroute import cli, methods
 from tests import checkpoints
 from tests.fuzz import strategies
 from tests.fuzz.strategies import assignments, once_in
@@ -104,9 +104,7 @@ def line(*parts: Any) -> st.SearchStrategy[list[str]]:
     return st.tuples(*strategies_).map(lambda found: [word for part in found for word in part])
 
 
-METHOD = st.sampled_from(
-    ["detla", "delta", "attnres", "static", "x0_skip", "depth_attention", "mhc", "standard"]
-)
+METHOD = st.sampled_from(["detla", *methods.METHODS])
 ROUTING = {k: v for k, v in strategies.ROUTING.items() if k != "method"}
 TRAINING = {
     k: v

@@ -21,6 +21,7 @@ HYBRID = {"kimi_linear"}
 NO_STATIC_CACHE = {"kimi_linear": "linear attention keeps a recurrent state"}
 WITH_DEPTH = sorted(set(SETTINGS) - HYBRID)
 DEPTH = dr.RoutingConfig("depth_attention", stride=1, init="paper")
+MIXING_VALUES = {"depth": DEPTH, "residual": dr.RoutingConfig("value_residual", init="paper")}
 
 
 def test_every_entry_of_the_table_is_tested():
@@ -106,10 +107,11 @@ def test_decode_equals_prefill(family):
             assert difference < budget, (name, type(cache).__name__)
 
 
+@pytest.mark.parametrize("values", MIXING_VALUES)
 @pytest.mark.parametrize("family", WITH_DEPTH)
 @torch.no_grad()
-def test_depth_attention_generates_the_same_tokens_with_and_without_a_cache(family):
-    model = dr.convert(family_model(family), DEPTH)
+def test_mixed_values_generate_the_same_tokens_with_and_without_a_cache(family, values):
+    model = dr.convert(family_model(family), MIXING_VALUES[values])
     ids = tokens(length=7)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, use_cache=False, **options)
@@ -117,11 +119,12 @@ def test_depth_attention_generates_the_same_tokens_with_and_without_a_cache(fami
         assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
 
 
+@pytest.mark.parametrize("values", MIXING_VALUES)
 @pytest.mark.parametrize("family", WITH_DEPTH)
 @torch.no_grad()
-def test_depth_attention_does_something_and_keeps_the_cache(family):
+def test_mixing_values_does_something_and_keeps_the_cache(family, values):
     plain = family_model(family)
-    model, ids = dr.convert(plain, DEPTH), tokens()
+    model, ids = dr.convert(plain, MIXING_VALUES[values]), tokens()
     assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-2)
     ours = model(ids, use_cache=True).past_key_values
     theirs = plain(ids, use_cache=True).past_key_values
@@ -160,9 +163,10 @@ def test_latent_attention_mixes_the_latent_that_the_cache_holds():
     assert all(c.keys.shape == (2, 1, 17, rank) for c in cache.layers)
 
 
-def test_depth_attention_refuses_linear_attention_layers():
+@pytest.mark.parametrize("values", MIXING_VALUES)
+def test_mixing_values_refuses_linear_attention_layers(values):
     with pytest.raises(dr.ConfigError, match=r"layers 0, 2 of this kimi_linear.*use method="):
-        dr.convert(family_model("kimi_linear"), DEPTH)
+        dr.convert(family_model("kimi_linear"), MIXING_VALUES[values])
 
 
 def test_a_looped_stack_refuses_linear_attention_layers():
@@ -170,7 +174,7 @@ def test_a_looped_stack_refuses_linear_attention_layers():
         dr.from_config(family_config("kimi_linear"), dr.RoutingConfig("delta", loops=2))
 
 
-@pytest.mark.parametrize("method", ["delta", "depth_attention"])
+@pytest.mark.parametrize("method", ["delta", "depth_attention", "value_residual"])
 @pytest.mark.parametrize("family", WITH_DEPTH)
 def test_a_looped_stack_decodes_as_it_prefills_and_every_layer_learns(family, method):
     config = family_config(family)

@@ -14,7 +14,8 @@ from tests.support import IDENTITIES, METHODS, plain_model, routed_model, tokens
 
 LAYERS = 3
 LENGTH = 6
-MIXES_NOTHING = ("standard", "x0-skip", "x0-skip learned")
+PLAIN_ARITHMETIC = ("standard", "x0-skip", "x0-skip learned", "value residual")
+PLAIN_ARITHMETIC += ("value residual gate",)
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
@@ -177,7 +178,7 @@ def test_without_the_reference_every_error_names_it(name):
     model, (ids,) = routed(name), tokens(1, LENGTH)
     parameters = parameters_of(model)
     for transform in TRANSFORMS.values():
-        if name in MIXES_NOTHING:  # plain arithmetic anyway
+        if name in PLAIN_ARITHMETIC:
             transform(model, parameters, ids)
             continue
         with pytest.raises(dr.errors.BackendError, match=r'ops\.backend\("reference"\)'):
@@ -195,7 +196,7 @@ def exported(model, ids, backend, **options):
 def test_an_exported_program_computes_what_the_model_does(name):
     model, ids = routed(name), tokens(2, LENGTH)
     program, holds_ops = exported(model, ids, "auto")
-    has_ops = name not in MIXES_NOTHING and not name.startswith("static")  # a compiler's to fuse
+    has_ops = name not in PLAIN_ARITHMETIC and not name.startswith("static")  # a compiler's to fuse
     assert holds_ops == has_ops
     torch.testing.assert_close(program(ids).logits, model(ids).logits)
 

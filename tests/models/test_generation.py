@@ -14,6 +14,8 @@ LOOPED = {
     "looped standard": dr.RoutingConfig("standard", loops=2),
     "looped delta": dr.RoutingConfig("delta", block_size=3, loops=2),
     "looped depth attention": dr.RoutingConfig("depth_attention", loops=3, init="paper"),
+    "looped value residual": dr.RoutingConfig("value_residual", loops=3),
+    "looped roles": dr.RoutingConfig("attnres", block_size=3, loops=2, value_reads=True),
 }
 EVERY = METHODS | LOOPED
 
@@ -92,7 +94,10 @@ def test_beam_search_with_a_cache_equals_beam_search_without(name):
     assert is_close(cached.sequences_scores, fresh.sequences_scores)
 
 
-@pytest.mark.parametrize("name", ["delta block", "attnres two-phase", "depth attention"])
+@pytest.mark.parametrize(
+    "name",
+    ["delta block", "attnres two-phase", "depth attention", "value residual", "roles two-phase"],
+)
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_greedy_generation_is_the_same_through_every_cache(name, cache):
     model, ids = model_for(name), tokens(length=9)
@@ -101,7 +106,10 @@ def test_greedy_generation_is_the_same_through_every_cache(name, cache):
     assert torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
 
 
-@pytest.mark.parametrize("name", ["delta block", "attnres two-phase", "depth attention"])
+@pytest.mark.parametrize(
+    "name",
+    ["delta block", "attnres two-phase", "depth attention", "value residual", "roles two-phase"],
+)
 @torch.no_grad()
 def test_a_compiled_step_with_a_static_cache_decodes_the_same(name):
     """One graph for every token, captured whole."""

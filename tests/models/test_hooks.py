@@ -25,6 +25,8 @@ FAMILY_METHODS = {
     "attnres": dr.RoutingConfig("attnres"),
     "two-phase": dr.RoutingConfig("attnres", block_size=2, evaluation="two_phase"),
     "depth attention": dr.RoutingConfig("depth_attention", init="paper"),
+    "value residual": dr.RoutingConfig("value_residual", init="paper"),
+    "roles": dr.RoutingConfig("attnres", value_reads=True),
 }
 
 
@@ -179,12 +181,16 @@ def test_an_edit_before_the_first_layer_is_an_edit_of_the_embedding(method):
     assert torch.equal(model.model.embed_tokens(tokens()), embeds)
 
 
-# linear attention has no values to mix
+# linear attention has no values to mix, and those of a latent cannot be read apart
+WITHOUT = {
+    "kimi_linear": ("depth attention", "value residual", "roles"),
+    "deepseek_v3": ("roles",),
+}
 FAMILIES = [
     (family, method)
     for family in SETTINGS
     for method in FAMILY_METHODS
-    if (family, method) != ("kimi_linear", "depth attention")
+    if method not in WITHOUT.get(family, ())
 ]
 
 

@@ -26,8 +26,8 @@ def test_what_should_learn_at_step_0_has_a_gradient(name):
     assert all(p.grad is not None for p in routed.parameters())
     learns = "gate" if routed.plan.init == "gate" else routed.plan.softmax or "bias"
     for site_name, site in routed.sites.items():
-        gradient = getattr(site, learns).grad
-        assert gradient.norm() > 1e-7, f"{learns} of {site_name}"
+        for number in {learns, "value_query"} if site.value_query is not None else {learns}:
+            assert getattr(site, number).grad.norm() > 1e-7, f"{number} of {site_name}"
 
 
 def test_the_paper_form_of_delta_block_is_not_an_identity():
@@ -59,7 +59,9 @@ def test_a_gate_is_absent_where_it_could_never_open():
     assert [plan.places[i].chooses for i in (1, 3, 5)] == [False, False, True]
 
 
-@pytest.mark.parametrize("name", ["attnres full", "delta block", "depth attention"])
+@pytest.mark.parametrize(
+    "name", ["attnres full", "delta block", "depth attention", "value residual"]
+)
 def test_revert_gives_back_the_very_same_model(name):
     plain = plain_model()
     before = {k: v.clone() for k, v in plain.state_dict().items()}

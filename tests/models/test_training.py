@@ -57,7 +57,9 @@ def test_gradient_checkpointing_changes_neither_loss_nor_gradients(name, reentra
         assert (recomputed[key] - gradient).abs().max() / scale < 1e-4, key
 
 
-@pytest.mark.parametrize("name", ["delta block", "depth attention"])
+@pytest.mark.parametrize(
+    "name", ["delta block", "depth attention", "value residual", "roles block"]
+)
 def test_a_checkpointed_layer_never_writes_to_a_cache_twice(name):
     """The recomputation in backward would append every key again, so the cache stays empty."""
     model, ids = routed_model(name).train(), tokens()
@@ -92,7 +94,9 @@ def test_gradient_checkpointing_really_saves_less():
     assert saved[1] < 0.6 * saved[0]
 
 
-@pytest.mark.parametrize("name", ["attnres block", "delta", "delta block", "depth attention"])
+@pytest.mark.parametrize(
+    "name", ["attnres block", "delta", "delta block", "depth attention", "value residual"]
+)
 def test_bf16_trains_the_same_curve_within_two_percent(name):
     exact = curve(routed_model(name, amount=0.1).train())
     low = curve(routed_model(name, amount=0.1).to(torch.bfloat16).train())
@@ -125,6 +129,8 @@ def test_autocast_trains():
         ("attnres two-phase", "inductor"),
         ("delta block", "aot_eager"),
         ("depth attention", "aot_eager"),
+        ("value residual", "aot_eager"),
+        ("roles two-phase", "aot_eager"),
     ],
 )
 def test_compiled_fullgraph_trains_the_same_curve(name, backend):

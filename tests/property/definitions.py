@@ -114,8 +114,8 @@ def naive_mix(
 def run(
     places: Sequence[Sequence[Terms]],
     embedding: Tensor,
-    sublayers: Sequence[Callable[[Tensor], Tensor]],
-    parameters: Callable[[int], tuple[Tensor | None, Tensor | None, Tensor | None]],
+    sublayers: Sequence[Callable[..., Tensor]],
+    parameters: Callable[[int], Sequence[Tensor | None]],
     *,
     routing: str,
     init: str = "paper",
@@ -126,37 +126,40 @@ def run(
 ) -> list[Tensor]:
     """What every sublayer reads, and what the final norm reads.
 
-    ``parameters(i)`` gives query (or logits), gain and gate of place ``i``; None where it has none.
+    ``parameters(i)`` gives query (or logits), gain, gate and the values' query of place ``i``; None
+    where it has none. A sublayer is given what it reads and what the values' query does.
     """
     values = {EMBEDDING: embedding}
     inputs = []
     for place in range(len(sublayers) + 1):
         state = sum(values[term] for term in sorted(values))
-        query, gain, gate = parameters(place)
+        query, gain, gate, value_query = parameters(place)
         at_end = place == len(sublayers)
         tensors = [sum(values[term] for term in sorted(terms)) for terms in places[place]]
         ends_plain = at_end and routing == "additive"
         # a gate on sources that sum to the state is dead, so that place is left plain
         dead = init == "gate" and sorted(t for terms in places[place] for t in terms) == [*values]
-        if place == 0 or not tensors or ends_plain or dead:
-            x = state
-        else:
+        reads = []
+        for chosen in [query] if value_query is None else [query, value_query]:
+            if place == 0 or not tensors or ends_plain or dead:
+                reads.append(state)
+                continue
             if len(tensors) == 1:
                 mix = tensors[0]
             else:
-                mix = naive_mix(tensors, query, gain, eps=eps, heads=heads, head_norm=head_norm)
+                mix = naive_mix(tensors, chosen, gain, eps=eps, heads=heads, head_norm=head_norm)
             count = len(tensors)
             if init == "centered":
-                x = state + mix - sum(tensors) / count
+                reads.append(state + mix - sum(tensors) / count)
             elif init == "gate" or learned:
-                x = state + gate * mix
+                reads.append(state + gate * mix)
             elif routing == "additive":
-                x = (state + mix) * (count / (count + 1) if init == "complete" else 1)
+                reads.append((state + mix) * (count / (count + 1) if init == "complete" else 1))
             else:
-                x = mix * (count if init == "complete" else 1)
-        inputs.append(x)
+                reads.append(mix * (count if init == "complete" else 1))
+        inputs.append(reads[0])
         if not at_end:
-            values[place] = sublayers[place](x)
+            values[place] = sublayers[place](*reads)
     return inputs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from functools import cache
 
@@ -19,6 +20,7 @@ from depthroute.errors import ConfigError
 
 LAYERS, WIDTH = 4, 8
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
+WITHOUT_SOFTMAX = ("standard", "x0_skip", "depth_attention", "value_residual")
 
 
 @cache
@@ -52,11 +54,13 @@ def with_options(config: RoutingConfig, **options) -> RoutingConfig:
     return RoutingConfig.from_dict(config.to_dict() | options)
 
 
-def with_heads(config: RoutingConfig, heads: int, head_norm: str) -> RoutingConfig:
-    """As far as it has queries to split."""
+def with_heads(
+    config: RoutingConfig, heads: int, head_norm: str, value_reads: bool
+) -> RoutingConfig:
+    """As far as it has queries to split, and to give to values."""
     if config.method == "static":
         return config
-    return with_options(config, heads=heads, head_norm=head_norm)
+    return with_options(config, heads=heads, head_norm=head_norm, value_reads=value_reads)
 
 
 def has_phases(config: RoutingConfig) -> bool:
@@ -65,9 +69,10 @@ def has_phases(config: RoutingConfig) -> bool:
 
 HEADS = st.sampled_from([(1, "full"), (2, "full"), (4, "slice")])
 CONFIGS = st.builds(
-    lambda config, heads: with_heads(config, *heads),
+    lambda config, heads, value_reads: with_heads(config, *heads, value_reads),
     st.sampled_from(every_config()),
     HEADS,
+    st.booleans(),
 )
 
 
@@ -87,31 +92,40 @@ class Model:
                 parameter.data.copy_(normal(*parameter.shape) + name.endswith("key_weight"))
         self.matrices = [normal(WIDTH, WIDTH) / 2 for _ in range(2 * LAYERS)]
         self.embedding = normal(2, 3, WIDTH).requires_grad_()
+        self.outputs: list[torch.Tensor] = []
 
     @property
     def sublayers(self):
-        return [lambda x, w=w: torch.tanh(x @ w) * 2 for w in self.matrices]
+        """Of what is read, and of what is read for values where that is apart."""
+
+        def sublayer(matrix, x, values=None):
+            return torch.tanh(x @ matrix) + torch.tanh((x if values is None else values) @ matrix.T)
+
+        return [functools.partial(sublayer, matrix) for matrix in self.matrices]
 
     def streams(self, *, two_phase: bool = False):
         """The stream before every sublayer and at the end, and what is read there."""
         stream = nn.ResidualStream.start(
             self.embedding, self.plan, sites=self.sites if two_phase else None
         )
-        streams, inputs = [stream], []
+        streams, inputs, self.outputs = [stream], [], []
         for index, sublayer in enumerate(self.sublayers):
-            x, stream = stream.read(self.sites.at(index))
-            inputs.append(x)
-            stream = stream.push(sublayer(inputs[-1]))
+            site, reads = self.sites.at(index), []
+            for read in [None] if site is None else site().reads:
+                x, stream = stream.read(read)
+                reads.append(x)
+            inputs.append(reads[0])
+            self.outputs.append(sublayer(*reads))
+            stream = stream.push(self.outputs[-1])
             streams.append(stream)
         return streams, [*inputs, stream.finish(self.sites.at(2 * LAYERS))]
 
     def parameters(self, place: int):
         site = self.sites.at(place)
-        return (None,) * 3 if site is None else _numbers(site)
-
-
-def _numbers(site):
-    return site.query if site.logits is None else site.logits, site.key_weight, site.gate
+        if site is None:
+            return (None,) * 4
+        query = site.query if site.logits is None else site.logits
+        return query, site.key_weight, site.gate, site.value_query
 
 
 def defined_places(config: RoutingConfig, plan) -> list:
@@ -164,7 +178,7 @@ def test_the_grid_holds_every_method_source_routing_and_init():
 def test_the_whole_grid_equals_its_definition_written_apart(two_phase):
     for number, config in enumerate(every_config()):
         heads, head_norm = [(1, "full"), (2, "full"), (4, "slice")][number % 3]
-        config = with_heads(config, heads, head_norm)
+        config = with_heads(config, heads, head_norm, number % 2 == 0)
         if two_phase:
             if not has_phases(config):
                 continue
@@ -198,7 +212,7 @@ def test_two_phases_in_any_group_size_equal_one_pass_with_every_gradient(config,
         assert_close(two_grads[name], one_grads[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.mark.parametrize("method", ["standard", "x0_skip", "depth_attention"])
+@pytest.mark.parametrize("method", WITHOUT_SOFTMAX)
 def test_methods_without_a_softmax_equal_their_definition(method):
     options = {"x0_skip": [{}, {"learned": True}, {"init": "gate"}]}.get(method, [{}])
     for option in options:
@@ -227,9 +241,9 @@ def test_methods_without_a_softmax_equal_their_definition(method):
 @given(CONFIGS, st.integers(0, 999))
 def test_the_visible_sources_are_the_sums_the_definition_names(config, seed):
     model = Model(config, seed)
-    streams, inputs = model.streams()
+    streams, _ = model.streams()
     outputs = {EMBEDDING: model.embedding}
-    outputs |= {i: f(x) for i, (f, x) in enumerate(zip(model.sublayers, inputs, strict=False))}
+    outputs |= dict(enumerate(model.outputs))
     for stream, places in zip(streams, defined_places(config, model.plan), strict=True):
         visible = stream.visible()
         assert len(visible) == len(places) == model.plan.places[stream.index].num_sources
@@ -240,11 +254,11 @@ def test_the_visible_sources_are_the_sums_the_definition_names(config, seed):
 @given(CONFIGS, st.integers(0, 999))
 def test_the_value_of_a_stream_is_the_plain_residual_sum(config, seed):
     model = Model(config, seed)
-    streams, inputs = model.streams()
+    streams, _ = model.streams()
     total = model.embedding
-    for stream, x, sublayer in zip(streams, inputs, model.sublayers, strict=False):
+    for stream, output in zip(streams, model.outputs, strict=False):
         assert_close(stream.value, total, **TIGHT)
-        total = total + sublayer(x)
+        total = total + output
     assert_close(streams[-1].value, total, **TIGHT)
 
 
@@ -362,7 +376,8 @@ def test_places_with_one_source_own_no_query_and_every_parameter_is_used(config)
     for stream in streams:
         site = model.sites.at(stream.index)
         if len(stream.visible()) <= 1 and site is not None:
-            assert site.query is None and site.key_weight is None and site.logits is None
+            owned = {name for name, _ in site.named_parameters()}
+            assert not owned & {"query", "key_weight", "logits", "value_query"}
 
 
 @settings(max_examples=40)
@@ -399,7 +414,7 @@ def test_a_stream_survives_a_pytree_round_trip_at_every_index(config, two_phase)
 
 
 def test_a_bare_structure_takes_the_tensors_of_any_index_of_any_method():
-    others = [RoutingConfig(method=m) for m in ("standard", "x0_skip", "depth_attention", "mhc")]
+    others = [RoutingConfig(method=m) for m in WITHOUT_SOFTMAX]
     for config in (*every_config(), *others):
         two_phase = has_phases(config)
         if two_phase:

@@ -26,6 +26,7 @@ CHANGED = {
     "recent_window": {"method": "depth_attention", "recent_window": 2},
     "key_norm": {"method": "depth_attention", "key_norm": "after_rope"},
     "streams": {"method": "mhc", "streams": 2},
+    "value_reads": {"method": "attnres", "value_reads": True},
     "loops": {"loops": 2},
     "eps": {"eps": 1e-5},
     "evaluation": {"evaluation": "two_phase"},

@@ -20,9 +20,16 @@ def loss_of(model, ids):
 
 def loss_without(monkeypatch, model, ids, site, source):
     """By the definition, whose softmax is told that the source is out of the question."""
-    at, depth_calls = model.sites.get(site), []
+    at, depth_calls = model.sites.get(site.removesuffix(".values")), []
+    query_of_site = None if at is None else at.value_query if ".values" in site else at.query
     originals = reference.depth_logits, reference.static_weights, reference.depth_attention_mix
-    hyper_weights = reference.hyper_weights
+    hyper_weights, value_residual = reference.hyper_weights, reference.value_residual
+
+    def sum_of_values(value, first, weight, first_weight):
+        depth_calls.append(2)
+        if site == f"layers.{len(depth_calls)}.values":
+            value, first = (value, 0 * first) if source == 0 else (0 * value, first)
+        return value_residual(value, first, weight, first_weight)
 
     def stream_weights(streams, projection, *args, **options):
         pre, *others = hyper_weights(streams, projection, *args, **options)
@@ -34,7 +41,7 @@ def loss_without(monkeypatch, model, ids, site, source):
 
     def depth_logits(sources, query, *args, **options):
         logits = originals[0](sources, query, *args, **options)
-        if at is not None and query is at.query:
+        if query is query_of_site:
             logits[source] = -math.inf
         return logits
 
@@ -56,6 +63,7 @@ def loss_without(monkeypatch, model, ids, site, source):
         patched.setattr(reference, "static_weights", static_weights)
         patched.setattr(reference, "depth_attention_mix", depth_attention_mix)
         patched.setattr(reference, "hyper_weights", stream_weights)
+        patched.setattr(reference, "value_residual", sum_of_values)
         return loss_of(model, ids)
 
 

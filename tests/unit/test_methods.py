@@ -51,6 +51,11 @@ def test_a_name_and_its_routing_are_each_others_inverse(routing):
         ("delta:heads=1", "delta"),
         ("delta-block:include_partial=true", "delta-block:include_partial=true"),
         ("depth_attention", "depth-attention"),
+        ("value_residual", "value-residual"),
+        ("attnres:value_reads=true", "attnres-full-roles"),
+        ("attnres-block:value_reads=true", "attnres-block-roles"),
+        ("attnres-full-roles:num_blocks=8", "attnres-block-roles:num_blocks=8"),
+        ("delta:value_reads=true", "delta:value_reads=true"),
         ("x0_skip:learned=true", "x0-skip-learned"),
     ],
 )

@@ -56,6 +56,7 @@ def test_the_7_billion_delta_block_states_its_parameters():
         ({"method": "x0_skip"}, 0),
         ({"method": "standard"}, 0),
         ({"method": "depth_attention"}, 0),
+        ({"method": "attnres", "num_blocks": 4, "value_reads": True}, 24 + 11 / 2),  # and no gain
     ],
 )
 def test_routing_parameters_of_the_220m_shape(settings, queries):
@@ -131,6 +132,7 @@ def test_settings_left_out_follow_the_method():
         ({"method": "attnres", "embedding_source": False}, "centered"),
         ({"method": "x0_skip"}, "gate"),
         ({"method": "depth_attention"}, "gate"),
+        ({"method": "value_residual"}, "gate"),
         ({"method": "standard"}, "paper"),
         ({"method": "delta", "init": "paper"}, "paper"),
     ],

@@ -214,7 +214,7 @@ def test_a_depth_memory_holds_what_later_layers_need_and_survives_a_round_trip(s
     for layer, memory in enumerate(memories):
         assert memory.layer == layer
         assert memory.held == (plan.depth[layer - 1].kept if layer else ())
-        assert len(memory.keys) == len(memory.values) == memory.num_held(layer)
+        assert 2 * len(memory.keys) == 2 * len(memory.values) == memory.num_tensors(layer)
         leaves, structure = pytree.tree_flatten(memory)
         for again in (
             pytree.tree_unflatten(leaves, structure),
@@ -237,6 +237,14 @@ FUSED = {
     "delta in two phases": {"method": "delta", "evaluation": "two_phase", "group_size": 4},
     "delta without the embedding": {"method": "delta", "embedding_source": False},
     "cumulative": {"method": "delta", "sources": "cumulative"},
+    "attnres with values apart": {"method": "attnres", "value_reads": True},
+    "delta block with values apart": {"method": "delta", "block_size": 2, "value_reads": True},
+    "values apart in two phases": {
+        "method": "attnres",
+        "value_reads": True,
+        "evaluation": "two_phase",
+        "group_size": 3,
+    },
     "gated": {"method": "delta", "block_size": 2, "init": "gate", "include_partial": False},
 }
 
@@ -257,8 +265,11 @@ def test_an_output_that_waits_for_the_next_read_changes_nothing(name, monkeypatc
         stream = nn.ResidualStream.start(embedding, plan, sites=sites)
         waited = 0
         for index in range(plan.num_sublayers):
-            x, stream = stream.read(sites.at(index), norm)
-            stream = stream.push(torch.tanh(x) * (1 + index))
+            x, site = 0.0, sites.at(index)
+            for read in [None] if site is None else site().reads:
+                one, stream = stream.read(read, norm)
+                x = torch.tanh(x + one)
+            stream = stream.push(x * (1 + index))
             waited += stream.pending is not None
             if index == 4:  # looked at in the middle, as checkpointing and pipelines do
                 middle = stream.value, [*stream.visible()], stream.tensors()

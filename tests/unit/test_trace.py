@@ -17,7 +17,7 @@ def test_the_trace_covers_every_choosing_site_and_every_sublayer(name):
     choosing = [n for n, names in parameters.items() if names & {"query", "logits", "projection"}]
     values = [n for n in trace.sites if n.endswith(".values")]
     assert [n for n in trace.sites if n not in values] == choosing
-    assert bool(values) == name.startswith("depth attention")
+    assert bool(values) == model.plan.changes_values
     assert len(trace.sublayers) == 12
     for site in trace.sites.values():
         assert site.weights.sum().item() == pytest.approx(1.0)

@@ -62,7 +62,7 @@ def parameters(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("method", ["delta", "depth_attention", "standard"])
+@pytest.mark.parametrize("method", ["delta", "depth_attention", "value_residual", "standard"])
 def test_twenty_steps_equal_ten_and_ten_more_bit_for_bit(tmp_path, method):
     straight = fit(tmp_path / "straight", method=method)
     straight()

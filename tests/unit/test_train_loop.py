@@ -22,7 +22,17 @@ def test_the_standard_method_trains_as_the_plain_hugging_face_model_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "method", ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention", "mhc"]
+    "method",
+    [
+        "standard",
+        "attnres",
+        "delta",
+        "static",
+        "x0_skip",
+        "depth_attention",
+        "value_residual",
+        "mhc",
+    ],
 )
 def test_the_loss_falls_from_that_of_a_uniform_guess(method):
     trainer = Trainer(build(method), replace(SETTINGS, steps=40))

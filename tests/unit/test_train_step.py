@@ -14,7 +14,8 @@ from depthroute.data.batches import IGNORED, Batch
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, Trainer
 
-METHODS = ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention", "mhc"]
+METHODS = ["standard", "attnres", "delta", "static", "x0_skip", "depth_attention"]
+METHODS += ["value_residual", "mhc"]
 
 
 def curve(method="delta", **changes):

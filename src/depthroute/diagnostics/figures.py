@@ -26,6 +26,9 @@ _PAIRS = (
     ("#5b7f1f", "#a9cc6b"),
     ("#2f6f73", "#6fb7bb"),
     ("#7a7f87", "#b4bac2"),
+    ("#3d4fb5", "#8f9cf0"),
+    ("#a0522d", "#d99a73"),
+    ("#1f8f3a", "#66cf80"),
 )
 COLORS = dict(zip(NAMES, _PAIRS, strict=False))
 SPARE = _PAIRS[len(COLORS) :]

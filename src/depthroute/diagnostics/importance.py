@@ -83,7 +83,10 @@ class _Without:
 
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> Tensor:
         place = stream.place
-        if site is None or not place.chooses or not self._at(place.name):
+        if site is None or not place.chooses:
+            return x
+        name = place.reads[site.read]
+        if not self._at(name):
             return x
         factor: float | Tensor = place.scale
         if place.has_gate:
@@ -95,7 +98,7 @@ class _Without:
         sources = stream.visible()
         weights = site.weights(sources)
         spread = weights.repeat_interleave(x.shape[-1] // weights.shape[-1], -1)
-        return self._changed(place.name, x, spread, [factor * s for s in sources])
+        return self._changed(name, x, spread, [factor * s for s in sources])
 
     def on_depth_mix(
         self,
@@ -105,7 +108,13 @@ class _Without:
         values: Sequence[Tensor],
         mixed: Tensor,
     ) -> Tensor:
-        return self._changed(values_name(layer), mixed, weights.unsqueeze(-1), values)
+        name = values_name(layer)
+        if weights.ndim > 1:
+            return self._changed(name, mixed, weights.unsqueeze(-1), values)
+        mixed = mixed.clone()  # a sum of terms that nothing normalises
+        for rows, source in self._at(name):
+            mixed[rows] -= values[source][rows]
+        return mixed
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
         return output

@@ -18,7 +18,7 @@ from depthroute.diagnostics.record import KINDS
 TITLES = {
     "attention": "attention sublayers",
     "mlp": "MLP sublayers and the final read",
-    "values": "values inside attention (depth-attention)",
+    "values": "values of attention",
 }
 _SHADES = " ░▒▓█"
 _LIGHT, _DARK = (228, 236, 246), (8, 48, 107)

@@ -76,7 +76,7 @@ class _Recorder:
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> Tensor:
         if site is None or not stream.place.chooses:
             return x
-        name = stream.place.name
+        name = stream.place.reads[site.read]
         weights = site.weights([s.detach() for s in stream.visible()])
         self.sites[name] = summarise(name, stream.place.source_names, weights)
         if stream.plan.has_streams and stream.state is not None:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from depthroute.errors import ConfigError
 
@@ -56,6 +56,20 @@ class Architecture:
     """Class names of attentions without keys and values, in hybrid families."""
     adapt_arguments: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] | None = None
     """Last word on the attention's arguments, for layers of mixed kinds."""
+    values: str | None = "v_proj"
+    """The attention's projection whose last columns are the values, be it theirs alone or one for
+    queries and keys too; None where they are no projection of the input, as in latent attention."""
+    interleaves_values: bool = False
+    """Whether they are the last columns of every head instead."""
+
+    def project_values(self, attention: nn.Module, x: Tensor, like: Tensor) -> Tensor:
+        """Of ``x`` [B, T, D], as the attention has them: shaped as ``like`` [B, heads, T, d]."""
+        heads, width = like.shape[1], like.shape[-1]
+        assert self.values is not None
+        projected = getattr(attention, self.values)(x)
+        if not self.interleaves_values:
+            projected = projected[..., -heads * width :]
+        return projected.unflatten(-1, (heads, -1))[..., -width:].transpose(1, 2)
 
     def is_parallel(self, config: Any) -> bool:
         if isinstance(self.parallel, str):
@@ -169,6 +183,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "Phi3ForCausalLM",
             attention=Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
+            values="qkv_proj",
         ),
         Architecture(
             "gpt2",
@@ -178,6 +193,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             layers="h",
             eps="layer_norm_epsilon",
             ignored_arguments=("encoder_hidden_states", "encoder_attention_mask"),
+            values="c_attn",
         ),
         Architecture(
             "gpt_neox",
@@ -187,6 +203,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             eps="layer_norm_eps",
             parallel="use_parallel_residual",
             cache_argument="layer_past",
+            values="query_key_value",
+            interleaves_values=True,
         ),
         Architecture(
             "cohere2",
@@ -199,12 +217,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
         Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),
-        Architecture("deepseek_v3", "DeepseekV3ForCausalLM", **PRE_NORM),
+        Architecture("deepseek_v3", "DeepseekV3ForCausalLM", values=None, **PRE_NORM),
         Architecture(
             "kimi_linear",
             "KimiLinearForCausalLM",
             linear_attentions=("KimiLinearDeltaAttention",),
             adapt_arguments=_kimi_arguments,
+            values=None,
             **PRE_NORM,
         ),
     )

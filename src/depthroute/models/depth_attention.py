@@ -14,6 +14,10 @@ part without position) and value are expanded. There the *latent* is mixed: one 
 scored by the mean over heads of q . k / sqrt(d), over the latents of the layers read. The cache
 keeps its latent shape; the mixed latent feeds both the values and the position-free part of the
 keys, because the cache has room for one latent only.
+
+Other values are put in at the same moment: where attention reads its values apart
+(``value_reads``), they are projected of that read here, and those that the module made of what its
+queries read are dropped. A compiler does not even make them; run eagerly, they cost a product.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from transformers import modeling_utils
 
 from depthroute.errors import ConfigError
 from depthroute.models.adoption import adopted, plain_class, routed_class
+from depthroute.models.architecture import Architecture
 from depthroute.nn import DepthMemory, SiteParameters
 
 IMPLEMENTATION = "depthroute_depth_attention"
@@ -74,16 +79,31 @@ class DeferredCache:
 class DepthContext(NamedTuple):
     """What one attention call needs to know about depth."""
 
-    memory: DepthMemory
+    memory: DepthMemory | None
+    """Of earlier layers' values, where they are mixed in."""
     site: SiteParameters | None
     cache: DeferredCache
     implementation: str
+    architecture: Architecture
+    value_input: Tensor | None = None
+    """What the values are projected of, where that is not what the queries and keys are."""
+
+    def own(self, attention: nn.Module, value: Tensor) -> Tensor:
+        """The layer's own value, where ``value`` is of what its queries read."""
+        if self.value_input is None:
+            return value
+        return self.architecture.project_values(attention, self.value_input, value)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-        mixed = self.memory.mix(query, key, value, scaling)
-        if self.site is None or self.site.gate is None:
-            return mixed
-        return value + self.site.gate.to(value.dtype) * (mixed - value)
+        site, memory = self.site, self.memory
+        if memory is None:
+            return value
+        if site is None or site.gate is None:
+            return memory.mix(query, key, value, scaling)
+        if site.value_weight is not None:
+            return memory.add(value, site.value_weight, site.gate)
+        mixed = memory.mix(query, key, value, scaling)
+        return value + site.gate.to(value.dtype) * (mixed - value)
 
 
 def depth_attention_forward(
@@ -111,7 +131,7 @@ def depth_attention_forward(
         expand = cast(Any, module).expand_kv
         keys, values = expand(*depth.cache.store(mixed, rotary, layer))
     else:
-        mixed = depth.mixed(query, key, value, None)
+        mixed = depth.mixed(query, key, depth.own(module, value), None)
         keys, values = depth.cache.store(key, mixed, layer)
     interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
     attend = interfaces.get_interface(depth.implementation, _eager_attention(module))

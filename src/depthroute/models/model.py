@@ -166,8 +166,8 @@ class RoutedDecoder(RoutedModel):
         spec, config = self.architecture, self.config
         plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
         attentions = [getattr(layer, spec.attention.module) for layer in plain]
-        _refuse_linear(attentions, plan, spec)
-        if plan.method == "depth_attention":
+        _refuse_attentions(attentions, plan, spec)
+        if plan.changes_values:
             depth_attention.enable(attentions, config)
         if plan.key_norm == "after_rope":
             depth_attention.delay_key_norms(attentions, spec.model_type)
@@ -306,12 +306,18 @@ def _is_wide(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and parameter.element_size() > 1
 
 
-def _refuse_linear(attentions: list[Any], plan: Plan, spec: Architecture) -> None:
+def _refuse_attentions(attentions: list[Any], plan: Plan, spec: Architecture) -> None:
+    """Those that the plan's method cannot change as it would have to."""
+    if plan.value_reads and spec.values is None:
+        raise ConfigError(
+            "routing.value_reads=true projects the values of an input of their own, and "
+            f"{spec.model_type} makes keys and values of one latent; leave it out"
+        )
     linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
     where = f"layers {linear} of this {spec.model_type} model are linear attention"
-    if linear and plan.method == "depth_attention":
+    if linear and plan.values is not None:
         raise ConfigError(
-            f"depth attention mixes the values of softmax attention, and {where}; use "
+            f"method={plan.method!r} mixes the values of softmax attention, and {where}; use "
             "method='attnres' or 'delta'"
         )
     if linear and plan.loops > 1:

@@ -60,9 +60,14 @@ MODES = {
 }
 
 
-def _naming(name: str) -> Naming:
+def _naming(name: str, plan: Plan) -> Naming:
     if name not in NAMINGS:
         raise unknown("naming", name, NAMINGS)
+    if plan.value_reads:
+        raise ConfigError(
+            f"naming {name!r} has one query a place, and value_reads=true has two at attention; "
+            "keep this library's names, or leave value_reads out"
+        )
     return NAMINGS[name]
 
 
@@ -74,7 +79,7 @@ def import_names(
     Left out are parameters of places with a single source, which have no gradient: other
     implementations allocate them, we do not.
     """
-    names = _naming(naming)
+    names = _naming(naming, plan)
     ours = dict(state_dict)
     left_out = []
     for index in range(plan.num_sublayers + 1):
@@ -100,7 +105,7 @@ def export_names(
     state_dict: Mapping[str, Tensor], plan: Plan, naming: str = "delta", prefix: str = "model."
 ) -> dict[str, Tensor]:
     """The inverse of :func:`import_names`; places without parameters get zero queries."""
-    names = _naming(naming)
+    names = _naming(naming, plan)
     theirs = dict(state_dict)
     last = plan.num_sublayers + int(plan.has_final_site)
     example = next(iter(theirs.values()))

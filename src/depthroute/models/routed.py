@@ -92,10 +92,13 @@ class RoutedLayer(nn.Module):
         site, norm = sites.at(stream.index), self._norm(spec.attention)
         read, stream = stream.read(site, None if self.is_parallel else norm)
         x = norm.apply(read) if self.is_parallel and norm is not None else read
-        if memory is None:
+        if not stream.plan.changes_values:
             output = self._run(spec.attention, x, **kwargs)
         else:
-            output, memory = self._attend_over_depth(x, kwargs, memory, site)
+            value_input = None
+            for value_site in () if site is None else site.reads[1:]:
+                value_input, stream = stream.read(value_site, norm)
+            output, memory = self._attend_over_depth(x, value_input, kwargs, memory, site)
         norm = self._norm(spec.mlp)
         if self.is_parallel:  # one read feeds both, and their sum is one delta
             x = read if norm is None else norm.apply(read)
@@ -129,19 +132,25 @@ class RoutedLayer(nn.Module):
         return output if multiplier is None else output * getattr(self, multiplier)
 
     def _attend_over_depth(
-        self, x: Tensor, kwargs: dict[str, Any], memory: DepthMemory, site: SiteParameters | None
-    ) -> tuple[Tensor, DepthMemory]:
+        self,
+        x: Tensor,
+        value_input: Tensor | None,
+        kwargs: dict[str, Any],
+        memory: DepthMemory | None,
+        site: SiteParameters | None,
+    ) -> tuple[Tensor, DepthMemory | None]:
         spec = self.architecture
         deferred = depth_attention.DeferredCache(kwargs.get(spec.cache_argument))
+        implementation = self.decoder_config._attn_implementation
         depth = depth_attention.DepthContext(
-            memory, site, deferred, self.decoder_config._attn_implementation
+            memory, site, deferred, implementation, spec, value_input
         )
         if deferred.cache is not None or depth_attention.is_latent(
             getattr(self, spec.attention.module)
         ):
             kwargs = kwargs | {spec.cache_argument: deferred}
         output = self._run(spec.attention, x, depth=depth, **kwargs)
-        return output, memory.push(*deferred.mixed)
+        return output, None if memory is None else memory.push(*deferred.mixed)
 
     def _shift_cache(self, state: LayerState, kwargs: dict[str, Any]) -> None:
         """Later visits of a looped stack use later cache layers."""

@@ -10,7 +10,7 @@ from depthroute.nn import DepthMemory, ResidualStream, Routing
 
 
 class LayerState(NamedTuple):
-    """The residual stream and, for depth attention, the keys and values of earlier layers."""
+    """The residual stream and, where attention mixes values over depth, those of earlier layers."""
 
     stream: ResidualStream
     memory: DepthMemory | None
@@ -19,7 +19,7 @@ class LayerState(NamedTuple):
     def start(cls, embedding: Tensor, routing: Routing) -> LayerState:
         plan, observer = routing.plan, routing.observer
         stream = ResidualStream.start(embedding, plan, sites=routing, observer=observer)
-        if plan.method != "depth_attention":
+        if plan.values is None:
             return cls(stream, None)
         return cls(stream, DepthMemory(plan, observer=observer))
 
@@ -42,7 +42,7 @@ class LayerState(NamedTuple):
     def tensors(self) -> list[Tensor]:
         tensors = self.stream.tensors()
         if self.memory is not None:
-            tensors += [*self.memory.keys, *self.memory.values]
+            tensors += self.memory.tensors()
         return tensors
 
     def emptied(self) -> LayerState:
@@ -52,7 +52,7 @@ class LayerState(NamedTuple):
         """The state before ``layer`` that holds ``tensors``."""
         memory, rest = self.memory, list(tensors)
         if memory is not None:
-            split = len(rest) - 2 * memory.num_held(layer)
+            split = len(rest) - memory.num_tensors(layer)
             memory, rest = memory.with_tensors(rest[split:], layer), rest[:split]
         index = layer * len(self.stream.plan.sublayers)
         return LayerState(self.stream.with_tensors(rest, index), memory)

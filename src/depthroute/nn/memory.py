@@ -1,10 +1,11 @@
-"""Keys and mixed values of earlier layers, for depth attention: explicit and immutable."""
+"""Values of earlier layers, and for depth attention their keys: explicit and immutable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -41,23 +42,39 @@ class DepthMemory:
         )
         return self.observer.on_depth_mix(self.layer, wanted, weights, values, mixed)
 
+    def add(self, value: Tensor, weight: Tensor, first_weight: Tensor) -> Tensor:
+        """The value of this layer beside that of the first, each times its number."""
+        wanted = self.plan.depth[self.layer].sources
+        (first,) = (self.values[self.held.index(layer)] for layer in wanted)
+        total = ops.value_residual(value, first, weight, first_weight)
+        if self.observer is None:
+            return total
+        sizes = torch.cat([first_weight, weight]).detach().abs().float()
+        terms = first_weight.to(first.dtype) * first, weight.to(value.dtype) * value
+        return self.observer.on_depth_mix(self.layer, wanted, sizes / sizes.sum(), terms, total)
+
     def push(self, key: Tensor | None, value: Tensor | None) -> DepthMemory:
         """The memory after this layer, with its key and mixed value if a later layer needs them."""
         held, keys, values = list(self.held), list(self.keys), list(self.values)
         if key is not None and value is not None:
-            held, keys, values = [*held, self.layer], [*keys, key], [*values, value]
+            held, values = [*held, self.layer], [*values, value]
+            keys = [*keys, key] if self.plan.values == "keys" else []
         kept = [p for p, layer in enumerate(held) if layer in self.plan.depth[self.layer].kept]
         return replace(
             self,
             layer=self.layer + 1,
             held=tuple(held[p] for p in kept),
-            keys=tuple(keys[p] for p in kept),
+            keys=tuple(keys[p] for p in kept if keys),
             values=tuple(values[p] for p in kept),
         )
 
-    def num_held(self, layer: int) -> int:
-        """How many layers the memory holds just before ``layer`` runs."""
-        return len(self.plan.depth[layer - 1].kept) if layer else 0
+    def tensors(self) -> list[Tensor]:
+        return [*self.keys, *self.values]
+
+    def num_tensors(self, layer: int) -> int:
+        """How many the memory holds just before ``layer`` runs."""
+        held = len(self.plan.depth[layer - 1].kept) if layer else 0
+        return 2 * held if self.plan.values == "keys" else held
 
     def to(self, device: Any, non_blocking: bool = False) -> DepthMemory:
         """On ``device``, for a layer that is there."""
@@ -74,19 +91,19 @@ class DepthMemory:
     def with_tensors(self, tensors: list[Tensor], layer: int | None = None) -> DepthMemory:
         layer = self.layer if layer is None else layer
         held = self.plan.depth[layer - 1].kept if layer else ()
-        half = len(held)
+        num_keys = len(tensors) - len(held)
         return replace(
             self,
             layer=layer,
             held=held,
-            keys=tuple(tensors[:half]),
-            values=tuple(tensors[half:]),
+            keys=tuple(tensors[:num_keys]),
+            values=tuple(tensors[num_keys:]),
         )
 
 
 pytree.register_pytree_node(
     DepthMemory,
-    lambda m: ([*m.keys, *m.values], m.emptied()),
+    lambda m: (m.tensors(), m.emptied()),
     lambda leaves, m: m.with_tensors(list(leaves)),
     serialized_type_name="depthroute.nn.DepthMemory",
 )

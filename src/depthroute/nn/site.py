@@ -46,6 +46,19 @@ class SiteParameters:
     """With ``bias`` and ``factors``, of several streams: see :func:`depthroute.ops.hyper_read`."""
     bias: Tensor | None = None
     factors: Tensor | None = None
+    value_weight: Tensor | None = None
+    """Of a layer's own value, where the gate is that of the first layer's."""
+    value_query: Tensor | None = None
+    """Of the read that attention's values come from, where it is one of its own."""
+    read: int = 0
+    """Which of the place's reads these are the parameters of."""
+
+    @property
+    def reads(self) -> tuple[SiteParameters, ...]:
+        """The parameters of every read of the place, in the plan's order."""
+        if self.value_query is None:
+            return (self,)
+        return self, replace(self, query=self.value_query, read=1)
 
     @property
     def slice_norm(self) -> bool:
@@ -115,7 +128,8 @@ class SiteParameters:
 
 class Site(nn.Module):
     """One place that reads: a query and a key gain, or a logit for each source, or what the weights
-    of several streams are computed by, and a gate where the plan asks for one.
+    of several streams are computed by, and a gate (and the weight of the value beside it) where the
+    plan asks for one.
 
     Queries and logits start at zero (uniform weights) and gains at one. A place with a single
     source has neither; a place with nothing to choose has no site at all. A site of several streams
@@ -129,6 +143,8 @@ class Site(nn.Module):
     projection: nn.Parameter | None
     bias: nn.Parameter | None
     factors: nn.Parameter | None
+    value_weight: nn.Parameter | None
+    value_query: nn.Parameter | None
 
     def __init__(
         self,
@@ -143,6 +159,8 @@ class Site(nn.Module):
         num_logits: int = 0,
         num_streams: int = 0,
         own_stream: int = 0,
+        value_weight: float | None = None,
+        has_value_query: bool = False,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -152,7 +170,7 @@ class Site(nn.Module):
         if width % heads:
             raise ConfigError(f"heads={heads} does not divide the width {width}")
         self.width, self.eps, self.heads, self.head_norm = width, eps, heads, head_norm
-        self.gate_start, self.query_std = gate, query_std
+        self.gate_start, self.query_std, self.value_start = gate, query_std, value_weight
         self.num_streams, self.own_stream = num_streams, own_stream
         num_weights = num_streams * (2 + num_streams)
         for name, wanted, *size in (
@@ -163,23 +181,27 @@ class Site(nn.Module):
             ("projection", num_streams > 0, num_weights, num_streams * width),
             ("bias", num_streams > 0, num_weights),
             ("factors", num_streams > 0, 3),
+            ("value_weight", value_weight is not None, 1),
+            ("value_query", has_value_query, width),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        if self.query is not None:
-            if self.query_std:
-                nn.init.normal_(self.query, 0.0, self.query_std)
-            else:
-                nn.init.zeros_(self.query)
+        for query in (self.query, self.value_query):
+            if query is not None and self.query_std:
+                nn.init.normal_(query, 0.0, self.query_std)
+            elif query is not None:
+                nn.init.zeros_(query)
         if self.key_weight is not None:
             nn.init.ones_(self.key_weight)
         if self.logits is not None:
             nn.init.zeros_(self.logits)
         if self.gate is not None:
             nn.init.constant_(self.gate, self.gate_start or 0.0)
+        if self.value_weight is not None:
+            nn.init.constant_(self.value_weight, self.value_start or 0.0)
         if self.projection is not None and self.bias is not None and self.factors is not None:
             nn.init.zeros_(self.projection)
             nn.init.constant_(self.factors, STREAM_FACTOR)
@@ -197,7 +219,8 @@ class Site(nn.Module):
 
     def forward(self) -> SiteParameters:
         given = self.query, self.key_weight, self.gate, self.eps, self.heads, self.head_norm
-        return SiteParameters(*given, self.logits, self.projection, self.bias, self.factors)
+        streams = self.projection, self.bias, self.factors
+        return SiteParameters(*given, self.logits, *streams, self.value_weight, self.value_query)
 
     def weights(self, sources: Sequence[Tensor]) -> Tensor:
         """The softmax over depth, [S, ..., H]."""
@@ -205,7 +228,8 @@ class Site(nn.Module):
 
     def extra_repr(self) -> str:
         parts = [f"width={self.width}", f"heads={self.heads}"]
-        parts += [name for name in ("query", "logits", "gate") if getattr(self, name) is not None]
+        names = "query", "value_query", "logits", "gate", "value_weight"
+        parts += [name for name in names if getattr(self, name) is not None]
         parts += [f"streams={self.num_streams}"] if self.num_streams else []
         return ", ".join(parts)
 
@@ -242,7 +266,9 @@ class Sites(nn.Module):
         self.plan = plan
         self.width = width
         self.observer: Observer | None = None
-        gate_start = 1.0 if plan.learned and plan.init != "gate" else 0.0
+        mixes_values, is_closed = plan.values == "numbers", plan.init == "gate"
+        gate_start = 0.0 if is_closed else 0.5 if mixes_values else float(plan.learned)
+        value_start = 1.0 - gate_start if mixes_values else None
         self._names: dict[str, str] = {}
         self._by_index: dict[int, str] = {}
         for place in plan.places:
@@ -259,6 +285,8 @@ class Sites(nn.Module):
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
                 num_streams=plan.streams if plan.has_streams else 0,
                 own_stream=place.index % plan.streams,
+                value_weight=value_start if place.has_gate else None,
+                has_value_query=len(place.reads) > 1,
             )
             key = place.name.replace(".", "_")
             self.add_module(key, site)

@@ -34,6 +34,7 @@ class Observer(Protocol):
     """Something that watches a stream; :func:`depthroute.trace` is one. Absent by default.
 
     What a call returns goes on in place of ``x``, the sublayer's output or the mixed values.
+    Where no softmax weights the values, ``weights`` are shares [J] and ``values`` terms of a sum.
     """
 
     def on_read(self, stream: ResidualStream, site: SiteParameters | None, x: Tensor) -> Tensor: ...
@@ -73,7 +74,7 @@ class ResidualStream:
     pending: Tensor | None = None
     """The last output, noted but not yet added to the others."""
     priors: tuple[tuple[Tensor, Tensor], ...] = ()
-    """Phase-1 output and log-sum-exp of this and the group's later sublayers."""
+    """Phase-1 output and log-sum-exp of every read of this and the group's later places."""
     links: tuple[Tensor, ...] = ()
     """Of several streams, between a read and its push: the weights of writing and of mixing."""
     sites: Routing | None = None
@@ -226,10 +227,11 @@ class ResidualStream:
         plan, pending = self.plan, self.pending
         prior, prior_lse, grouped = None, None, 0
         if self.priors:
-            (prior, prior_lse), grouped = self.priors[0], place.num_grouped
+            (prior, prior_lse), grouped = self.priors[site.read], place.num_grouped
         reads_newest = place.num_sources > len(self.sources)
         sources, residual, output, partial = self._parts(place, reads_newest)
-        hands_on = place.hands_on or (partial is not None and reads_newest)
+        hands_on = place.hands_on or site.read + 1 < len(place.reads)
+        hands_on = hands_on or (partial is not None and reads_newest)
         norm_weight, norm_eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         mix = ops.Mix(
             list(sources[grouped:]),
@@ -301,7 +303,7 @@ class ResidualStream:
         if self.pending is not None:
             return self.settled().push(output)
         output = self._checked(place, output)
-        ahead, priors = plan.places[index + 1], self.priors[1:]
+        ahead, priors = plan.places[index + 1], self.priors[len(place.reads) :]
         if ahead.fuses and _changed(self, priors=priors)._fuses(ahead):
             return _changed(self, index=index + 1, pending=output, priors=priors)
         return self._added(ahead, output, priors)
@@ -392,7 +394,8 @@ class ResidualStream:
         """Phase 1 for the group that starts here, if the queries ahead are known."""
         if self.sites is None:
             return self
-        sites = [self.sites.at(i) for i in group]
+        at = (self.sites.at(i) for i in group)
+        sites = [read for site in at for read in ((None,) if site is None else site.reads)]
         # a place of the group that does not choose lends its slot to one that does
         some = next(site for site in sites if site is not None)
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore

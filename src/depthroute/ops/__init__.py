@@ -15,7 +15,7 @@ from depthroute.ops.backends import (
     record_backends,
 )
 from depthroute.ops.cross_entropy import linear_cross_entropy
-from depthroute.ops.depth_attention import depth_attention_mix
+from depthroute.ops.depth_attention import depth_attention_mix, value_residual
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
 from depthroute.ops.hyper import doubly_stochastic, hyper_read, hyper_write
 from depthroute.ops.mix import (
@@ -57,4 +57,5 @@ __all__ = [
     "record_backends",
     "reference",
     "static_mix",
+    "value_residual",
 ]

@@ -1,4 +1,4 @@
-"""Depth attention: mixing values over layers."""
+"""Mixing values over layers: depth attention, and the first layer's beside each own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthroute.errors import DepthrouteError
 from depthroute.ops import _record, _torch, reference
 from depthroute.ops._checks import check_attention
 from depthroute.ops._record import (
@@ -82,6 +83,20 @@ def depth_attention_mix(
     if not return_weights:
         return mixed
     return mixed, kept[0] if choice.backend == "torch" else (kept[0] - kept[1]).exp()
+
+
+def value_residual(value: Tensor, first: Tensor, weight: Tensor, first_weight: Tensor) -> Tensor:
+    """``weight * value + first_weight * first``: a layer's own values and the first layer's.
+
+    Two products and a sum, which a compiler fuses; so it is the definition and has no kernel.
+    """
+    if value.shape != first.shape:
+        raise DepthrouteError(
+            f"a layer's values are {tuple(value.shape)} and the first layer's "
+            f"{tuple(first.shape)}; a value residual needs layers with the same KV heads and head "
+            "sizes. Use method='attnres' or 'delta', which mix before the projections"
+        )
+    return reference.value_residual(value, first, weight, first_weight)
 
 
 class DepthAttentionMix(torch.autograd.Function):

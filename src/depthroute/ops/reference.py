@@ -192,6 +192,18 @@ def depth_attention_mix(
     return (mixed, alpha) if return_weights else mixed
 
 
+def value_residual(
+    value: Float[Tensor, "*tokens dv"],
+    first: Float[Tensor, "*tokens dv"],
+    weight: Float[Tensor, " 1"],
+    first_weight: Float[Tensor, " 1"],
+) -> Float[Tensor, "*tokens dv"]:
+    """v' = a v + b v_0: the first layer's value beside a layer's own (Value Residual Learning,
+    arXiv 2410.17897, Learnable-ResFormer: a is its lambda_{n,2} and b its lambda_{n,1})."""
+    a, b = (_folded(number, None, value) for number in (weight, first_weight))
+    return (a * widen(value) + b * widen(first)).to(value.dtype)
+
+
 def mapped_logits(
     logits: Float[Tensor, "*tokens V"], scale: float = 1.0, softcap: float | None = None
 ) -> Float[Tensor, "*tokens V"]:
