@@ -160,7 +160,7 @@ def test_the_trace_shows_the_softmax_of_its_logits_whatever_the_tokens(name):
 
 
 def test_a_site_alone_weights_every_token_alike():
-    site = nn.Site(8, has_query=False, num_logits=3)
+    site = nn.Site(8, num_queries=0, num_logits=3)
     with torch.no_grad():
         site.logits.copy_(torch.tensor([0.0, 1.0, 2.0]))
     sources = [torch.randn(SHAPE) for _ in range(3)]
@@ -173,7 +173,7 @@ def test_a_site_alone_weights_every_token_alike():
 
 
 def test_moving_a_stream_moves_its_logits():
-    site = nn.Site(8, has_query=False, num_logits=2)
+    site = nn.Site(8, num_queries=0, num_logits=2)
     assert site().to("meta").logits.device.type == "meta"
 
 

@@ -29,6 +29,8 @@ _PAIRS = (
     ("#3d4fb5", "#8f9cf0"),
     ("#a0522d", "#d99a73"),
     ("#1f8f3a", "#66cf80"),
+    ("#c0392b", "#f2776a"),
+    ("#0e7490", "#45c3e0"),
 )
 COLORS = dict(zip(NAMES, _PAIRS, strict=False))
 SPARE = _PAIRS[len(COLORS) :]

@@ -153,14 +153,13 @@ class Site(nn.Module):
         eps: float = 1e-6,
         heads: int = 1,
         head_norm: str = "full",
-        has_query: bool = True,
+        num_queries: int = 1,
         gate: float | None = None,
         query_std: float = 0.0,
         num_logits: int = 0,
         num_streams: int = 0,
         own_stream: int = 0,
         value_weight: float | None = None,
-        has_value_query: bool = False,
     ) -> None:
         super().__init__()
         check_whole("width", width)
@@ -174,15 +173,15 @@ class Site(nn.Module):
         self.num_streams, self.own_stream = num_streams, own_stream
         num_weights = num_streams * (2 + num_streams)
         for name, wanted, *size in (
-            ("query", has_query, width),
-            ("key_weight", has_query, width),
+            ("query", num_queries > 0, width),
+            ("key_weight", num_queries > 0, width),
             ("logits", num_logits > 0, num_logits),
             ("gate", gate is not None, 1),  # one element, not a scalar: FSDP shards dimensions
             ("projection", num_streams > 0, num_weights, num_streams * width),
             ("bias", num_streams > 0, num_weights),
             ("factors", num_streams > 0, 3),
             ("value_weight", value_weight is not None, 1),
-            ("value_query", has_value_query, width),
+            ("value_query", num_queries > 1, width),
         ):
             self.register_parameter(name, nn.Parameter(torch.empty(size)) if wanted else None)
         self.reset_parameters()
@@ -279,14 +278,13 @@ class Sites(nn.Module):
                 eps=plan.eps,
                 heads=plan.heads,
                 head_norm=plan.head_norm,
-                has_query=place.chooses and plan.softmax == "query",
+                num_queries=len(place.reads) if place.chooses and plan.softmax == "query" else 0,
                 num_logits=place.num_sources if plan.softmax == "logits" and place.chooses else 0,
                 gate=gate_start if place.has_gate else None,
                 query_std=REFERENCE_STD if plan.init == "reference" else 0.0,
                 num_streams=plan.streams if plan.has_streams else 0,
                 own_stream=place.index % plan.streams,
                 value_weight=value_start if place.has_gate else None,
-                has_value_query=len(place.reads) > 1,
             )
             key = place.name.replace(".", "_")
             self.add_module(key, site)
