@@ -35,6 +35,7 @@ app = Commands(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+TUNED_SHAPES = "9x1024,33x1024,9x2048,33x2048,9x4096,33x4096,9x7168,33x7168"
 Precompile = Annotated[
     int, typer.Option(min=0, help="Fill the compilers' caches in this many processes first.")
 ]
@@ -181,7 +182,10 @@ def step(
     measure_step(model, options, output, prepare=compile_first, profile=looks)
 
 
-@app.command(epilog="Example: `python -m bench tune --kernels boundary,group --out tune.json`")
+@app.command(
+    epilog="Example: `python -m bench tune --kernels mix,boundary --shapes 9x576,5x5120 "
+    "--precompile 16 --out tune.json`"
+)
 def tune(
     *,
     kinds: Annotated[
@@ -193,11 +197,13 @@ def tune(
         ),
     ] = "mix",
     shapes: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Of mix: all, or SOURCESxWIDTH separated by commas. Other kernels have their own."
+            help="Of mix and boundary: all, or SOURCESxWIDTH separated by commas; left out, those "
+            "that the settings in use were chosen at. Other kernels have their own."
         ),
-    ] = "9x1024,33x1024,9x2048,33x2048,9x4096,33x4096,9x7168,33x7168",
+    ] = None,
+    precompile: Precompile = 0,
     seconds: Annotated[float, typer.Option(min=0.0, help="When no further row is begun.")] = 240.0,
     device: Gpu = "auto",
     output: OutputOptions,
@@ -208,8 +214,17 @@ def tune(
     one that does not, or does not fit the chip, is a row with its error.
     """
     where = timing.device_of(device, "tune", cpu=False)
-    jobs = kernels.jobs(kernels.parse(kinds), parse_shapes(shapes), where)
+    names, wanted = kernels.parse(kinds), parse_shapes(shapes or TUNED_SHAPES)
+    boundaries = kernels.BOUNDARIES
+    if shapes is not None:
+        ways = kernels.ATTNRES, kernels.DELTA
+        boundaries = [(way, *shape) for shape in wanted for way in ways if shape[0] > 1]
+    jobs = kernels.jobs(names, wanted, where, boundaries=boundaries)
     record = record_of("tune", output, kernels=kinds, shapes=shapes, seconds=seconds)
+    if precompile > 0:
+        record.values["precompiled"] = compiling.settings(
+            names, wanted, boundaries, precompile, record.say, seconds / 2
+        )
     tuning.run(record, where, jobs=jobs, seconds=seconds)
     columns, best = "kernel shape setting ms frac in_use_ms", tuning.best_rows(record.rows)
     output.finish(record, columns, "launch settings", best)

@@ -81,17 +81,26 @@ MIX = "sources warps stages programs"
 
 
 def mix_forward_settings(width: int) -> Iterator[Setting]:
+    if takes_tiles(width):
+        for columns, warps in tilings(width):
+            rest = (1, 3, 0), (2, 3, 0), (2, 3, 4)
+            yield from (_tiled(columns, warps, *r) for r in rest)
+        return
     few = max(1, power_of_two(width) // 2048)
     for warps in sorted({max(1, few // 2), few, 2 * few}):
         for at_once in (1, 2, 4):
             if warps <= 16 and at_once * width <= warps * 4096:
                 rest = (1, 0), (3, 0), (3, max(1, 16 // warps))
                 yield from named(MIX, *((at_once, warps, *r) for r in rest))
-    yield from retiled(width, (4, 8), [(3, 0), (4, 0), (3, 1)])
 
 
 def mix_backward_settings(width: int) -> Iterator[Setting]:
     """Up to 8 columns a thread; kernels that hold all sources have no use for ``sources``."""
+    if takes_tiles(width):
+        for columns, warps in tilings(width):
+            rest = (3, max(1, 8 // warps)), (3, max(1, 16 // warps)), (2, max(1, 8 // warps))
+            yield from (_tiled(columns, warps, 1, *r) for r in dict.fromkeys(rest))
+        return
     few = max(1, power_of_two(width) // 1024)
     for warps in (few, 2 * few, 4 * few):
         for at_once in (1, 2):
@@ -99,17 +108,28 @@ def mix_backward_settings(width: int) -> Iterator[Setting]:
                 for stages in (1, 2, 3):
                     for programs in sorted({max(1, 8 // warps), max(1, 16 // warps)}):
                         yield from named(MIX, (at_once, warps, stages, programs))
-    yield from retiled(width, (8, 16), [(2, 1), (3, 1)])
 
 
-def retiled(width: int, warps: Sequence[int], rest: Sequence[tuple[int, int]]) -> Iterator[Setting]:
-    """Other tiles for a width that is no power of two: fewer of them are more padding. ``rest``:
-    stages and programs."""
-    if width == power_of_two(width):
-        return
-    for columns in (1024, 2048, 4096):
-        for num_warps in warps if columns < width else ():
-            yield from named(f"columns {MIX}", *((columns, 1, num_warps, *r) for r in rest))
+def takes_tiles(width: int) -> bool:
+    """Whether its tiles are a choice."""
+    return width > 512 and width != power_of_two(width)
+
+
+def tilings(width: int) -> Iterator[tuple[int, int]]:
+    """Columns of a tile and warps, for a width that is no power of two: a single tile, or those
+    whose padding is at most a third; a thread reads 8 to 32 bytes of each, 64 numbers in all."""
+    for columns in (c for c in (256, 512, 1024, 2048, 4096, 8192) if c < 2 * width):
+        lanes = -(-width // columns) * columns
+        if lanes > 8 * columns or (3 * lanes > 4 * width and lanes != columns):
+            continue
+        for warps in (1, 2, 4, 8, 16):
+            if 4 <= columns // (32 * warps) <= 16 and lanes <= 64 * 32 * warps:
+                yield columns, warps
+
+
+def _tiled(columns: int, warps: int, sources: int, stages: int, programs: int) -> Setting:
+    (setting,) = named(f"columns {MIX}", (columns, sources, warps, stages, programs))
+    return setting
 
 
 def mix(count: int, width: int, device: torch.device, tokens: int | None = None) -> list[Case]:
@@ -156,6 +176,9 @@ BOUNDARIES = [
 
 def boundary_forward_settings(width: int) -> Iterator[Setting]:
     """Around 16 columns a thread, with 4 to 64 warps to a multiprocessor."""
+    if takes_tiles(width):
+        yield from tiled_boundaries(width, (8, 16))
+        return
     usual = max(2, power_of_two(width) // 512)
     for warps in (n for n in (usual // 2, usual, 2 * usual) if n <= 16):
         for stages, totals in ((3, (4, 8, 12, 16, 24, 32, 64)), (2, (16, 32, 64))):
@@ -165,11 +188,23 @@ def boundary_forward_settings(width: int) -> Iterator[Setting]:
 
 def boundary_backward_settings(width: int) -> Iterator[Setting]:
     """Around 8 columns a thread, with fewer programs, since each holds more."""
+    if takes_tiles(width):
+        yield from tiled_boundaries(width, (4, 8))
+        return
     usual = max(2, power_of_two(width) // 256)
     for warps in (n for n in (usual // 2, usual, 2 * usual) if n <= 16):
         for stages in (3, 2):
             counts = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or n * warps <= 32]
             yield from named(BOUNDARY, *((warps, stages, count) for count in counts))
+
+
+def tiled_boundaries(width: int, totals: Sequence[int]) -> Iterator[Setting]:
+    """``totals``: warps to a multiprocessor."""
+    for columns, warps in tilings(width):
+        counts = sorted({max(1, total // warps) for total in totals})
+        for stages in (3, 2):
+            numbers = ((columns, warps, stages, count) for count in counts)
+            yield from named(f"columns {BOUNDARY}", *numbers)
 
 
 def boundary_passes(way: str, count: int) -> tuple[int, int]:
@@ -400,16 +435,28 @@ def parse(text: str) -> list[str]:
     return names
 
 
-def jobs(kinds: Sequence[str], mix_shapes: Sequence[Shape], device: torch.device) -> list[Job]:
-    """Shape by shape; only those of the mix can be chosen."""
+def jobs(
+    kinds: Sequence[str],
+    mix_shapes: Sequence[Shape],
+    device: torch.device,
+    *,
+    boundaries: Sequence[tuple[str, int, int]] = BOUNDARIES,
+    tokens: int | None = None,
+) -> list[Job]:
+    """Shape by shape; those of the mix and of the boundary can be chosen. With ``tokens``, so many
+    of each, as far as those two go."""
+    few = {} if tokens is None else {"tokens": tokens}
     of_kind: dict[str, list[tuple[Callable[..., list[Case]], tuple[Any, ...]]]] = {
         "mix": [(mix, shape) for shape in mix_shapes],
-        "boundary": [(boundary, shape) for shape in BOUNDARIES],
+        "boundary": [(boundary, shape) for shape in boundaries],
         "group": [(group, shape) for shape in GROUPS],
         "attention": [(attention, (layers,)) for layers in ATTENTION_LAYERS],
     }
     return [
-        Job(f"{kind} {'x'.join(map(str, shape))}", partial(cases, *shape, device))
+        Job(
+            f"{kind} {'x'.join(map(str, shape))}",
+            partial(cases, *shape, device, **(few if kind in ("mix", "boundary") else {})),
+        )
         for kind in kinds
         for cases, shape in of_kind[kind]
     ]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench import peers
+from bench import kernels, peers
 from depthroute.bench import accuracy
 from depthroute.bench.operators import num_tokens
 from depthroute.bench.record import Say, one_line
@@ -58,6 +58,22 @@ def operators(
     """
     shares = [(index, num_processes) for index in range(num_processes)]
     tasks = [{"kind": "operators", "rows": list(rows), "share": share} for share in shares]
+    labels = [f"share {index + 1} of {count}" for index, count in shares]
+    return _in_parallel(tasks, labels, num_processes, say, seconds)
+
+
+def settings(
+    kinds: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    boundaries: Sequence[Sequence[Any]],
+    num_processes: int,
+    say: Say,
+    seconds: float | None = None,
+) -> list[dict[str, Any]]:
+    """Every launch setting that ``bench tune`` tries, shared out to ``num_processes`` processes."""
+    what = {"kinds": list(kinds), "shapes": list(shapes), "boundaries": list(boundaries)}
+    shares = [(index, num_processes) for index in range(num_processes)]
+    tasks = [{"kind": "settings", "share": share} | what for share in shares]
     labels = [f"share {index + 1} of {count}" for index, count in shares]
     return _in_parallel(tasks, labels, num_processes, say, seconds)
 
@@ -164,10 +180,36 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started, "failed": failed}
 
 
+def _compile_settings(task: dict[str, Any], device: str = "cuda") -> dict[str, Any]:
+    from depthroute.ops._triton import layout
+
+    (index, count), boundaries = task["share"], [tuple(b) for b in task["boundaries"]]
+    started, failed = time.perf_counter(), []
+    for job in kernels.jobs(
+        task["kinds"],
+        [tuple(shape) for shape in task["shapes"]],
+        torch.device(device),
+        boundaries=boundaries,
+        tokens=COMPILE_TOKENS,
+    ):
+        for case in job.cases():
+            for setting in case.settings[index::count]:
+                try:
+                    with layout.forced(case.forces, **setting):
+                        case.launch()
+                except Exception as error:  # met again, and a row, when it is timed
+                    failed.append(f"{case.kernel} {case.shape} {setting}: {one_line(error, 120)}")
+    return {"seconds": time.perf_counter() - started, "failed": failed}
+
+
 def main() -> None:
     use_own_caches()
     task = json.loads(sys.argv[1])
-    run = {"step": _compile_step, "operators": _compile_operators}[task["kind"]]
+    run = {
+        "step": _compile_step,
+        "operators": _compile_operators,
+        "settings": _compile_settings,
+    }[task["kind"]]
     print(json.dumps(run(task)), flush=True)
 
 

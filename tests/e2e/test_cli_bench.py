@@ -318,8 +318,8 @@ def test_tuning_prints_the_best_setting_beside_the_one_in_use(bench, tmp_path, m
     layout = pytest.importorskip("depthroute.ops._triton.layout")
     out, asked = tmp_path / "tune.json", []
 
-    def jobs(kinds, mix_shapes, device):
-        asked.append((kinds, mix_shapes))
+    def jobs(kinds, mix_shapes, device, *, boundaries):
+        asked.append((kinds, mix_shapes, boundaries))
         settings = kernels.named("warps stages", (2, 3), (4, 2))
         case = kernels.Case("mix forward", "9x64", "mix", lambda: [torch.ones(3)], 4e6, settings)
         return [kernels.Job("mix 9x64", lambda: [case])]
@@ -342,5 +342,10 @@ def test_tuning_prints_the_best_setting_beside_the_one_in_use(bench, tmp_path, m
         {"warps": 2, "stages": 3},
         {"warps": 4, "stages": 2},
     ]
+    assert asked[0][2] == kernels.BOUNDARIES
+    bench("tune", "--shapes", "1x576,5x5376", "--kernels", "boundary")
+    assert asked[1] == (
+        ["boundary"], [(1, 576), (5, 5376)], [("attnres", 5, 5376), ("delta", 5, 5376)]
+    )  # fmt: skip
     status, _, err = bench("tune", "--kernels", "mix,atention")
     assert status == 2 and "did you mean 'attention'" in err

@@ -64,6 +64,12 @@ MIX = [
     MixCase(0, 4, 96, prior=True, dtype=fp32),
     MixCase(4, 5, 96, norm=True, residual=True),
     MixCase(4, 5, 96, norm=True, heads=4, scale=4.0, dtype=fp32),
+    # three tiles and more, held and streamed
+    MixCase(3, 3, 576),
+    MixCase(5, 2, 640, residual=True, norm=True),
+    MixCase(2, 3, 1152, heads=4, head_norm="slice", dtype=fp32),
+    MixCase(19, 2, 640, scale=0.5),
+    MixCase(19, 2, 640, heads=4, residual=True, norm=True, dtype=fp16),
 ]
 
 
@@ -96,6 +102,8 @@ BOUNDARY = [
     BoundaryCase(1, 4, 96, state=False, prior=True),
     BoundaryCase(0, 4, 96, state=False, partial=False, prior=True),
     BoundaryCase(2, 4, 96, reads_last=False, norm=False, prior=True, dtype=fp32),
+    BoundaryCase(3, 3, 640),
+    BoundaryCase(2, 3, 1152, heads=4, state=False, prior=True),
 ]
 
 
@@ -106,7 +114,7 @@ def test_the_sublayer_boundary_keeps_the_error_budget(case: BoundaryCase):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", [BOUNDARY[0], BOUNDARY[2], BOUNDARY[4], BOUNDARY[5]], ids=str)
+@pytest.mark.parametrize("case", [BOUNDARY[i] for i in (0, 2, 4, 5, 12)], ids=str)
 def test_more_sources_than_a_program_holds_are_streamed(case: BoundaryCase, monkeypatch):
     monkeypatch.setattr("depthroute.ops._record.RESIDENT_SOURCES", 0)
     case.check("cpu")

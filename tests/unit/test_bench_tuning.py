@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import kernels, tuning
+from bench import kernels, precompile, tuning, widths
 from depthroute.bench import operators, timing
 from depthroute.bench.record import Record
 from depthroute.errors import ConfigError
@@ -45,6 +45,52 @@ def test_settings_to_try_are_some_and_all_different():
         assert has_tiles == (width == 7168)
     for found in (*kernels.GROUP_SETTINGS.values(), list(kernels.attention_settings(128))):
         assert 3 <= len(found) == len({tuple(s.items()) for s in found}) <= 20
+
+
+def test_a_width_that_is_no_power_of_two_is_tried_in_tiles_with_little_padding():
+    odd = [w for w in widths.WIDTHS if w & (w - 1)]
+    assert len(odd) > 20
+    for width in odd:
+        found = list(kernels.tilings(width))
+        assert found and len(found) == len(set(found))
+        for columns, warps in found:
+            count = -(-width // columns)
+            assert count == 1 or (count <= 8 and count * columns <= width * 4 / 3)
+            assert columns * 2 // (32 * warps) in (8, 16, 32), "bytes of a tile a thread"
+        for settings in (
+            kernels.mix_forward_settings,
+            kernels.mix_backward_settings,
+            kernels.boundary_forward_settings,
+            kernels.boundary_backward_settings,
+        ):
+            tried = list(settings(width))
+            assert 4 <= len(tried) == len({tuple(s.items()) for s in tried}) <= 48
+            assert all("columns" in setting for setting in tried)
+
+
+def test_settings_are_compiled_ahead_in_shares(monkeypatch):
+    layout = pytest.importorskip("depthroute.ops._triton.layout")
+    settings, compiled = kernels.named("warps", (1,), (2,), (4,), (8,)), []
+
+    def launch():
+        compiled.append(dict(layout.forced_changes("mix") or ()).get("warps"))
+        if compiled[-1] == 8:
+            raise RuntimeError("out of resource")
+        return []
+
+    def jobs(kinds, shapes, device, *, boundaries, tokens):
+        assert (kinds, shapes, boundaries) == (["mix"], [(9, 576)], [("attnres", 4, 576)])
+        assert tokens == precompile.COMPILE_TOKENS
+        case = kernels.Case("mix forward", "9x576", "mix", launch, 1.0, settings)
+        return [kernels.Job("mix 9x576", lambda: [case])]
+
+    monkeypatch.setattr(kernels, "jobs", jobs)
+    asked = []
+    monkeypatch.setattr(precompile, "_in_parallel", lambda tasks, *rest: asked.extend(tasks))
+    precompile.settings(["mix"], [(9, 576)], [("attnres", 4, 576)], 2, quiet)
+    done = [precompile._compile_settings(json.loads(json.dumps(task)), "cpu") for task in asked]
+    assert compiled == [1, 4, 2, 8], "each once, whichever process"
+    assert done[0]["failed"] == [] and "out of resource" in done[1]["failed"][0]
 
 
 def test_kernels_to_tune_are_named_or_all():

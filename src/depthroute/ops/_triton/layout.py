@@ -37,35 +37,52 @@ class Tiles:
         return self.heads * self.columns * self.count
 
 
+NARROWEST = 256
+"""Elements of a tile that one warp reads as 16 bytes a thread, in 16-bit dtypes."""
+
+
 @cache
 def tiles(width: int, heads: int) -> Tiles:
-    """The fewest padded lanes with at most 8 tiles, then the fewest tiles."""
-    slice_width = width // heads
-    options = [
-        (triton.next_power_of_2(-(-slice_width // count)) * count, count) for count in range(1, 9)
-    ]
+    """The fewest padded lanes with at most 8 tiles, then the fewest tiles; none so narrow that a
+    warp reads less than 16 bytes a thread, unless the row is."""
+    slice_width, rows = width // heads, triton.next_power_of_2(heads)
+    single = triton.next_power_of_2(slice_width)
+    least = min(single, NARROWEST // min(rows, NARROWEST))
+    options = [(single, 1)]
+    for count in range(2, 9):
+        columns = triton.next_power_of_2(-(-slice_width // count))
+        if columns >= least:
+            options.append((columns * count, count))
     lanes, count = min(options)
-    return Tiles(triton.next_power_of_2(heads), lanes // count, count)
+    return Tiles(rows, lanes // count, count)
+
+
+WIDEST = 4096
 
 
 @cache
 def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
-    """Few, wide tiles where the padding costs little, since every tile is another copy of the code
-    and 16 bytes a thread are read faster than 8.
+    """One tile where at most a third of it is padding, else three, which is at most that.
 
-    Padded lanes cost registers, no memory traffic: 768 columns take 1024 lanes, not 3 x 256.
-    7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the copy speed as 7 x 1024, 1.00 so), but
-    not where a kernel ``holds_more`` than its sources and has no registers to waste.
+    Padded lanes cost registers and instructions, no memory traffic. Compiled for Hopper, backward
+    over 9 sources of 1280 issues 11,000 warp instructions a token as 1 x 2048 and 7,500 as 3 x 512,
+    while the memory takes as long as 10,500 would. More tiles than three leave a thread less than 8
+    bytes of each: over 2560 columns it read 4 at a time as 5 x 512, and reads 8 as 3 x 1024.
+
+    Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
+    copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
+    no registers to waste.
     """
-    single = triton.next_power_of_2(width // heads)
-    lanes = single * triton.next_power_of_2(heads)
-    if lanes <= 2048 or (lanes <= 4096 and 3 * lanes <= 4 * width):
-        return Tiles(triton.next_power_of_2(heads), single, 1)
-    for columns in (4096, 2048) if heads == 1 and not holds_more else ():
-        count = triton.cdiv(width, columns)
-        if 5 * count * columns <= 6 * width:
-            return Tiles(1, columns, count)
-    return tiles(width, heads)
+    rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
+    if single * rows <= WIDEST and (3 * single * rows <= 4 * width or width <= NARROWEST):
+        return Tiles(rows, single, 1)
+    third = triton.next_power_of_2(-(-width // (3 * heads)))
+    columns, count = (single, 1) if single < 3 * third else (third, 3)
+    if columns * count * rows > WIDEST and (holds_more or heads > 1):
+        return tiles(width, heads)
+    while columns > WIDEST:
+        columns, count = columns // 2, count * 2
+    return Tiles(rows, columns, count)
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,13 @@ def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
     return wanted
 
 
+def _programs(wanted: int, bytes_ahead: int) -> int:
+    """Per multiprocessor, as many as have two stages' rows on their way in its shared memory."""
+    while wanted > 1 and 2 * wanted * bytes_ahead > SHARED_BYTES:
+        wanted -= 1
+    return wanted
+
+
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
 
@@ -153,6 +177,10 @@ def backward_launch(
     return Launch(at_once, warps, _stages(3, ahead) if from_mix else 1, max(2, 16 // warps))
 
 
+HELD_ELEMENTS = 208
+"""Of all rows, that a thread of forward holds before it spills: 10 rows of 16 do not, of 24 do."""
+
+
 def resident_forward_launch(block: Tiles, rows: int, itemsize: int) -> Launch:
     """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
 
@@ -160,10 +188,12 @@ def resident_forward_launch(block: Tiles, rows: int, itemsize: int) -> Launch:
     SM, at every width. More programs than fit an SM together take turns, and the last turn is
     rarely full: 9 sources of 1024 took 150 us so, and take 103.
     """
-    warps = min(8, _warps(block.elements, 16 if rows <= 10 else 8))  # more would spill
-    programs, ahead = max(1, 8 // warps), rows * block.elements * itemsize
-    while programs > 1 and 2 * programs * ahead > SHARED_BYTES:
-        programs -= 1
+    warps = _warps(block.elements, 16 if rows <= 10 else 8)
+    if rows * block.elements > HELD_ELEMENTS * 32 * warps:
+        warps *= 2
+    warps = min(8, warps)  # more would have too few registers
+    ahead = rows * block.elements * itemsize
+    programs = _programs(max(1, 8 // warps), ahead)
     return Launch(rows, warps, _stages(3, ahead, programs), programs)
 
 
@@ -175,7 +205,9 @@ def resident_backward_launch(
     few = block.elements == 2048 and num_sources <= 6
     warps = min(8, _warps(block.elements, 16 if few else 8))
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
-    if block.elements == 1024 and carried:
+    if block.count > 1:  # narrower by a quarter than a single tile: 8 warps an SM, as there
+        programs = _programs(max(1, 8 // warps), ahead)
+    elif block.elements == 1024 and carried:
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
     return Launch(rows, warps, _stages(3, ahead, programs), programs)
 

@@ -1,0 +1,92 @@
+"""Which tiles and launches a width gets: a rule that the widths which were tuned follow, too."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bench.widths import WIDTHS
+from depthroute.ops import _record
+from depthroute.ops._triton import layout
+
+TUNED = (1024, 2048, 4096, 7168)
+COUNTS = (2, 3, 5, 9, 13, 17)
+
+
+def resident(width, heads=1, more=False):
+    return layout.resident_tiles(width, heads, more)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 16])
+def test_tiles_cover_a_row_of_any_width(heads):
+    for slice_width in (1, 2, 5, 24, 48, 100, 144, 288, 640, 1000, 1152, 2560, 5120, 8192):
+        width = heads * slice_width
+        for block in (
+            layout.tiles(width, heads),
+            resident(width, heads),
+            resident(width, heads, True),
+        ):
+            assert block.heads >= heads and block.columns * block.count >= slice_width
+            for n in (block.heads, block.columns):
+                assert n & (n - 1) == 0
+            assert block.columns * (block.count - 1) < slice_width, "no tile is empty"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_held_rows_are_a_third_padding_at_most(width):
+    for more in (False, True):
+        block = resident(width, more=more)
+        assert 3 * block.elements <= 4 * width
+        assert block.count <= 3 or block.elements > layout.WIDEST
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_thread_reads_at_least_8_bytes_of_a_tile_and_16_where_rows_are_streamed(width):
+    for count in COUNTS:
+        if not _record.fits(count, width, 2):
+            continue
+        block = resident(width)
+        for launch in (
+            layout.resident_forward_launch(block, count, 2),
+            layout.resident_backward_launch(block, count, count + 1, 2, False),
+        ):
+            assert 2 * block.columns >= 8 * 32 * launch.warps
+            ahead = launch.sources * block.elements * 2 * launch.programs
+            assert (launch.stages - 1) * ahead <= layout.SHARED_BYTES
+    block = layout.tiles(width, 1)
+    for launch in (
+        layout.forward_launch(block, 33, 2),
+        layout.backward_launch(block, 33, 2, True, False),
+    ):
+        assert 2 * block.columns >= 16 * 32 * launch.warps
+
+
+def test_what_forward_holds_does_not_spill():
+    """As compiled for Hopper: 10 rows of 24 numbers a thread did."""
+    for width in WIDTHS:
+        for rows in range(1, 18):
+            block = resident(width)
+            warps = layout.resident_forward_launch(block, rows, 2).warps
+            assert warps == 8 or rows * block.elements <= layout.HELD_ELEMENTS * 32 * warps
+
+
+def test_the_widths_that_were_tuned_keep_their_settings():
+    """Timed on an H200; see bench/results/tune_h200_launches.json."""
+    tiles = {w: (layout.tiles(w, 1), resident(w), resident(w, more=True)) for w in TUNED}
+    shape = {w: [(t.columns, t.count) for t in found] for w, found in tiles.items()}
+    assert shape == {
+        1024: [(1024, 1)] * 3,
+        2048: [(2048, 1)] * 3,
+        4096: [(4096, 1)] * 3,
+        7168: [(1024, 7), (4096, 2), (1024, 7)],
+    }
+    assert (resident(768).columns, resident(768).count) == (1024, 1)
+    forward = {w: layout.resident_forward_launch(tiles[w][1], 5, 2) for w in TUNED}
+    assert {w: (x.warps, x.stages, x.programs) for w, x in forward.items()} == {
+        1024: (2, 3, 4), 2048: (4, 3, 2), 4096: (8, 3, 1), 7168: (8, 3, 1)
+    }  # fmt: skip
+    backward = {w: layout.resident_backward_launch(tiles[w][1], 5, 6, 2, False) for w in TUNED}
+    assert {w: (x.warps, x.stages, x.programs) for w, x in backward.items()} == {
+        1024: (4, 3, 2), 2048: (4, 3, 1), 4096: (8, 3, 1), 7168: (8, 3, 1)
+    }  # fmt: skip
