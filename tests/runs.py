@@ -44,7 +44,8 @@ def write_run(
     for seed in seeds:
         for number, method in enumerate(methods):
             who = {"seed": seed, "method": method}
-            start = {"event": "start", "parameters": 1000, "routing_parameters": 10 * number}
+            added = 10 * number
+            start = {"event": "start", "parameters": 1000 + added, "routing_parameters": added}
             records.append(start | who)
             for step in range(steps):
                 loss = 2 + 3 * math.exp(-step / 10) - 0.02 * number + draw.gauss(0, 0.02)

@@ -12,6 +12,7 @@ from depthroute.cli.options import (
     METHODS,
     RunOptions,
     Shape,
+    SweepOptions,
     TextOptions,
     Tokenizer,
     Watching,
@@ -37,6 +38,7 @@ def compare(
             "of standard."
         ),
     ] = "tokens",
+    swept: SweepOptions,
     data: Annotated[str | None, DATA] = None,
     tokenizer: Tokenizer = None,
     model: Shape = None,
@@ -53,8 +55,13 @@ def compare(
     weights and sees the same batches in the same order, once per seed. The run directory keeps
     config.json, metrics.jsonl, summary.json and traces.json; `depthroute report` draws it. Ctrl-C
     and SIGTERM save and stop; `--resume auto` goes on as if nothing had happened.
+
+    With `--sweep lr=1e-3,2e-3,4e-3` each method gets its own best value, chosen on seeds that are
+    not reported; a best value at an end is tried beyond. Every run is kept, so a sweep goes on
+    where it was.
     """
     changes, out = options.changes(), options.directory("compare")
+    swept.check(equal)
     if data is None and (tokenizer is not None or text != TextOptions()):
         raise ConfigError("options that say how text is read need the text; add --data")
     from depthroute.data import sources
@@ -75,26 +82,37 @@ def compare(
             equal=equal,
             on_progress=watching.watch().on_progress,
         )
-    run, summary = _run_comparison(
-        comparison, out, resume=options.is_resumed, precompile=precompile
-    )
+    if precompile:
+        from depthroute.train.precompile import precompile as compile_ahead
+
+        compile_ahead(comparison, precompile, notes().print)
+    if swept.sweep is None:
+        run, summary = _run_comparison(comparison, out, resume=options.is_resumed)
+    else:
+        from depthroute.cli.sweep import run_sweep
+
+        run, summary = run_sweep(comparison, out, swept, changes, resume=options.is_resumed)
     if as_json:
         print_json(summary)
     else:
-        from depthroute.runs.display import comparison_table
+        from depthroute.runs.display import comparison_table, sweep_table
 
         PlainConsole().print(comparison_table(summary))
+        if "sweep" in summary:
+            PlainConsole().print(sweep_table(summary))
     aside = notes()
     aside.print(f"run directory: {run.path}")
-    if not summary["is_complete"]:
+    if summary["signal"] is not None:
         aside.print("interrupted: the table holds what was finished; go on with:")
         aside.print(f"  {resume_command(run.path)}")
         raise typer.Exit(128 + summary["signal"])
+    if "sweep" in summary:
+        from depthroute.runs.sweep import refuse_edges
+
+        refuse_edges(summary["sweep"])
 
 
-def _run_comparison(
-    comparison: Any, out: Path, *, resume: bool, precompile: int
-) -> tuple[Any, dict[str, Any]]:
+def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
     from depthroute.diagnostics import record, trace
     from depthroute.runs.directory import open_run
@@ -104,10 +122,6 @@ def _run_comparison(
 
     run, is_resumed = open_run(out, resume=resume)
     console = notes()
-    if precompile:
-        from depthroute.train.precompile import precompile as compile_ahead
-
-        compile_ahead(comparison, precompile, console.print)
     with closing(run), progress_bar(console) as bar:
         # rounds, not steps: with equal time methods take different numbers of steps
         task = bar.add_task("starting", total=len(comparison.seeds), loss="-", rate="-")

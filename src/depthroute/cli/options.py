@@ -128,6 +128,30 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class SweepOptions:
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Training or model setting and its values, such as lr=1e-3,2e-3,4e-3: each "
+            "method gets its best."
+        ),
+    ] = None
+    sweep_seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds that choose: 1000, 1001, ..., never reported.")
+    ] = 1
+    extend: Annotated[
+        int, typer.Option(min=0, help="Values added where a method is best at an end.")
+    ] = 3
+    jobs: Annotated[int, typer.Option(min=1, help="Runs of a sweep that go side by side.")] = 1
+
+    def check(self, equal: str) -> None:
+        if self.sweep is None and self != SweepOptions():
+            raise ConfigError("--sweep-seeds, --extend and --jobs are for a sweep; add --sweep")
+        if self.sweep is not None and equal != "tokens":
+            raise ConfigError(f"--sweep gives every run the same tokens; leave out --equal {equal}")
+
+
+@dataclass(frozen=True)
 class OneModelOptions(RunOptions):
     """Of `train` and `finetune`."""
 

@@ -22,6 +22,12 @@ from depthroute.runs.display import given_time
 from depthroute.visible import visible_line
 
 PANELS = {
+    "sweep": (
+        "Chosen values",
+        "Mean validation loss at the end of training over the tuning seeds, against the value; the "
+        "ring is what was chosen for the method. The seeds of all other panels are new ones at "
+        "that value. The axis ends one nat above the best; diverged runs are left out.",
+    ),
     "curves": (
         "Loss",
         "{seeds} The loss axes leave out the first tenth of training. Point at a legend entry to "
@@ -240,8 +246,11 @@ def _settings(data: dict[str, Any]) -> str:
         config = run["config"]
         environment = config["environment"]
         packages = {name: v for name, v in environment["packages"].items() if v}
+        seeds = {"seeds": config["seeds"]}
+        if "sweep" in config:
+            seeds["seeds that chose"] = config["sweep"]["seeds"]
         groups = {
-            "Training": config["train"] | {"seeds": config["seeds"], "device": config["device"]},
+            "Training": config["train"] | seeds | {"device": config["device"]},
             "Model": {"preset": config["preset"]["name"]} | config["preset"]["model"],
             "Data": config["data"],
             "Methods": config["methods"],

@@ -13,7 +13,6 @@ from depthroute import files
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.runs import records
 
-
 _SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "data")
 MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
 """Training settings that a resumed run may set anew: none of them changes a step that is taken."""

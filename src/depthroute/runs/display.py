@@ -83,6 +83,54 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def sweep_table(summary: dict[str, Any]) -> Table:
+    """What each method chose, and what its difference to standard is worth."""
+    sweep, law = summary["sweep"], summary["law"]
+    table = Table(
+        title=f"{sweep['name']} chosen for each method on seeds that are not reported",
+        caption=f"{INTERVAL} {law_text(law)}",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("\nmethod", no_wrap=True)
+    headers = (f"best\n{sweep['name']}", "vs\nstandard", "95%\ninterval", "speed-up\nby loss")
+    for header in (*headers, "by wall\nclock"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in summary["rows"]:
+        chosen = sweep["methods"].get(row["method"], {}).get("chosen")
+        worth = row["speed_up"] or {"by_loss": None, "by_wall_clock": None}
+        table.add_row(
+            row["method"],
+            _NONE if chosen is None else str(chosen),
+            difference_text(row, "{:+.3f}"),
+            interval_text(row["difference"], "{:+.3f}"),
+            *(_NONE if value is None else f"{value:.2f}x" for value in worth.values()),
+        )
+    return table
+
+
+INTERVAL = (
+    "The interval is that of the mean paired difference by Student's t over the seeds, at 95%."
+)
+
+
+def interval_text(statistics: dict[str, Any] | None, form: str) -> str:
+    if statistics is None or statistics["interval"] is None:
+        return _NONE
+    return " to ".join(form.format(end) for end in statistics["interval"])
+
+
+def law_text(law: dict[str, Any] | None) -> str:
+    """How a difference was turned into a speed-up."""
+    if law is None:
+        return "Losses per byte have no published law, so no speed-up is computed from them."
+    return (
+        f"Speed-up by loss: ((standard - L)/(loss - L))^(1/a) with L = {law['floor']:g} and a = "
+        f"{law['exponent']:g}, {law['source']}; by wall clock: times the ratio of tokens/s."
+    )
+
+
 def given_time(summary: dict[str, Any]) -> str:
     """What a comparison at equal time was given, as it came out."""
     seconds = [row["seconds"] for row in summary["rows"] if row["seconds"]]
