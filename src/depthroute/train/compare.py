@@ -125,7 +125,12 @@ def run_comparison(
 
 def build(comparison: Comparison, routing: RoutingConfig) -> Any:
     """The model of one method, which starts from the same weights however many are built."""
-    make = partial(presets.build, comparison.preset, device=comparison.device)
+    make = partial(
+        presets.build,
+        comparison.preset,
+        device=comparison.device,
+        output_init=comparison.settings.output_init,
+    )
     if not comparison.is_part:
         return make(routing)
     standard = make(RoutingConfig("standard"))

@@ -44,7 +44,7 @@ POLL_SECONDS = 0.05
 FIRST_SEED = 1000
 """Of those that choose; reported seeds are below it."""
 SWEPT = ("lr", "min_lr", "routing_lr", "routing_min_lr", "warmup_steps", "schedule")
-SWEPT += ("decay_fraction", "weight_decay", "clip")
+SWEPT += ("decay_fraction", "optimizer", "weight_decay", "clip", "output_init")
 """Training settings that leave data, tokens and batches as they are."""
 
 
