@@ -58,30 +58,44 @@ def compare(
 
     With `--sweep lr=1e-3,2e-3,4e-3` each method gets its own best value, chosen on seeds that are
     not reported; a best value at an end is tried beyond. Every run is kept, so a sweep goes on
-    where it was.
+    where it was. `--ladder 2.5M,8M` does all of it at several sizes.
     """
     changes, out = options.changes(), options.directory("compare")
-    swept.check(equal)
+    swept.check(equal, changes)
     if data is None and (tokenizer is not None or text != TextOptions()):
         raise ConfigError("options that say how text is read need the text; add --data")
     from depthroute.data import sources
     from depthroute.train import prepare
 
-    source = None
+    source, shape = None, assigned(model, "--model")
     if data is not None:
         source = sources.TextSource(data, tokenizer=tokenizer, **vars(text))
-    with Watching(notes()) as watching:
-        comparison = prepare.comparison(
-            preset=preset,
-            methods=methods,
-            num_seeds=seeds,
-            source=source,
-            device=options.device,
-            changes=changes,
-            shape=assigned(model, "--model"),
-            equal=equal,
-            on_progress=watching.watch().on_progress,
+
+    def make(shape: dict[str, Any], changes: dict[str, Any], source: Any) -> Any:
+        with Watching(notes()) as watching:
+            return prepare.comparison(
+                preset=preset,
+                methods=methods,
+                num_seeds=seeds,
+                source=source,
+                device=options.device,
+                changes=changes,
+                shape=shape,
+                equal=equal,
+                on_progress=watching.watch().on_progress,
+            )
+
+    if swept.ladder is not None:
+        from depthroute.cli.sweep import run_ladder
+
+        if precompile:
+            raise ConfigError("--precompile is for one size; leave it out with --ladder")
+        run, summary = run_ladder(
+            preset, shape, make, source, swept, changes, out, resume=options.is_resumed
         )
+        _finish(run, summary, as_json)
+        return
+    comparison = make(shape, changes, source)
     if precompile:
         from depthroute.train.precompile import precompile as compile_ahead
 
@@ -92,24 +106,32 @@ def compare(
         from depthroute.cli.sweep import run_sweep
 
         run, summary = run_sweep(comparison, out, swept, changes, resume=options.is_resumed)
+    _finish(run, summary, as_json)
+
+
+def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
+    """The result, and how the command ends."""
+    from depthroute.runs.display import comparison_table, ladder_table, sweep_table
+    from depthroute.runs.sweep import refuse_edges
+
+    sizes = summary.get("summaries", [summary])
     if as_json:
         print_json(summary)
     else:
-        from depthroute.runs.display import comparison_table, sweep_table
-
-        PlainConsole().print(comparison_table(summary))
-        if "sweep" in summary:
-            PlainConsole().print(sweep_table(summary))
+        for one in sizes:
+            PlainConsole().print(comparison_table(one))
+            if one.get("sweep", {}).get("values"):
+                PlainConsole().print(sweep_table(one))
+        if "ladder" in summary:
+            PlainConsole().print(ladder_table(summary["ladder"]))
     aside = notes()
     aside.print(f"run directory: {run.path}")
     if summary["signal"] is not None:
         aside.print("interrupted: the table holds what was finished; go on with:")
         aside.print(f"  {resume_command(run.path)}")
         raise typer.Exit(128 + summary["signal"])
-    if "sweep" in summary:
-        from depthroute.runs.sweep import refuse_edges
-
-        refuse_edges(summary["sweep"])
+    for one in sizes:
+        refuse_edges(one.get("sweep", {"methods": {}}))
 
 
 def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, dict[str, Any]]:

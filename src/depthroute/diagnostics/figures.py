@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from depthroute.diagnostics.results import units
-from depthroute.diagnostics.svg import DASHES, Facet, Figure, Line, Style, line_figure
+from depthroute.diagnostics.svg import (
+    DASHES,
+    Facet,
+    Figure,
+    Line,
+    Style,
+    line_figure,
+    shortened,
+)
 from depthroute.diagnostics.svg_map import bar_figure, map_figure
 from depthroute.methods import NAMES
 
@@ -29,6 +38,7 @@ _PAIRS = (
 )
 COLORS = dict(zip(NAMES, _PAIRS, strict=False))
 SPARE = _PAIRS[len(COLORS) :]
+_LONGEST_RUNG = 12
 _MOST_ABOVE = 1.0
 """Nats above the best that a sweep's axis shows: a value that nearly diverged would flatten it."""
 KINDS = [("attention", "Attention"), ("mlp", "MLP and final read"), ("values", "Values")]
@@ -65,9 +75,60 @@ def series_styles(data: dict[str, Any]) -> list[Style]:
 def figures(data: dict[str, Any]) -> list[Figure]:
     """In the order of the page; a figure without data is left out."""
     styles = series_styles(data)
-    drawn = [_sweeps(data, styles), _curves(data, styles), *_maps(data), _sharpness(data, styles)]
+    drawn = [
+        _ladder(data, styles),
+        _sweeps(data, styles),
+        _curves(data, styles),
+        *_maps(data),
+        _sharpness(data, styles),
+    ]
     drawn += [_magnitudes(data, styles), _cost(data, styles)]
     return [figure for figure in drawn if figure is not None]
+
+
+def _ladder(data: dict[str, Any], styles: list[Style]) -> Figure | None:
+    """Loss, and the difference to standard, against compute."""
+    if data.get("ladder") is None:
+        return None
+    # a method has one colour in all sizes; its first series stands for it
+    first: dict[str, Style] = {}
+    for style, series in zip(styles, data["series"], strict=True):
+        first.setdefault(series["row"]["method"], style)
+    facets = []
+    titles = {
+        "loss": f"Validation loss, nats per {data['ladder']['unit']}",
+        "difference": "Difference to standard, paired by seed",
+    }
+    for key, title in titles.items():
+        lines = []
+        for label, method in data["ladder"]["methods"].items():
+            points = [point for point in method["points"] if point[key]]
+            if points and label in first:
+                x, y = [p["flops"] for p in points], [p[key]["mean"] for p in points]
+                style = replace(first[label], label=label, dash="")
+                lines.append(Line(style, x, y, [p[key]["spread"] for p in points]))
+        if lines:
+            rungs = data["ladder"]["rungs"]
+            ticks = {
+                r["flops"]: f"{shortened(r['name'], _LONGEST_RUNG)} · {r['flops']:.1e}".replace(
+                    "+", ""
+                )
+                for r in rungs
+            }
+            facets.append(
+                Facet(
+                    title,
+                    "training compute, FLOPs",
+                    lines,
+                    has_zero_line=key == "difference",
+                    has_markers=True,
+                    x_ticks=ticks,
+                    is_x_logarithmic=True,
+                )
+            )
+    return (
+        line_figure("ladder", "Loss against compute", facets, len(facets), 290) if facets else None
+    )
 
 
 def _sweeps(data: dict[str, Any], styles: list[Style]) -> Figure | None:

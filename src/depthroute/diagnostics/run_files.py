@@ -11,7 +11,7 @@ from typing import Any
 from depthroute.diagnostics.record import KINDS
 from depthroute.errors import DepthrouteError
 from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check
-from depthroute.runs import sweep
+from depthroute.runs import ladder, sweep
 from depthroute.runs.directory import RunDirectory
 from depthroute.runs.summary import summarise
 
@@ -80,6 +80,24 @@ def read_run(path: Path) -> dict[str, Any]:
         "records": records,
         "traces": traces["traces"],
     }
+
+
+def read_ladder(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """The directories of a ladder's sizes and what they are; none where the runs are no ladder."""
+    for path in paths:
+        try:
+            _require_files(path)
+            if RunDirectory(path).read_json("config.json").get("kind") != ladder.KIND:
+                continue
+            rungs = ladder.read_rungs(path)
+        except (OSError, ValueError) as error:
+            raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
+        if len(paths) > 1:
+            raise ReportError(
+                f"{str(path)!r} is a ladder, which has a page of its own; give it alone"
+            )
+        return [(ladder.rung_folder(path, rung["name"]), rung) for rung in rungs]
+    return []
 
 
 def _read(run: RunDirectory) -> tuple[Any, list[dict[str, Any]], Any]:

@@ -275,7 +275,8 @@ def _x_range(facet: Facet) -> tuple[float, float]:
     values = [x for line in facet.lines for x in line.x] or [0.0, 1.0]
     low, high = facet.x_bounds or (min(values), max(values))
     if facet.is_x_logarithmic:
-        return low / 1.3, high * 1.3
+        margin = max(1.3, (high / low) ** 0.09)  # room for the words at the ends
+        return low / margin, high * margin
     if high > low:
         return low, high
     return (0.0, high) if high > 0 else (low, low + 1)  # a single point: from zero to it

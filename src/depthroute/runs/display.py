@@ -16,6 +16,7 @@ from rich.progress import (
 from rich.table import Table
 
 from depthroute.methods import BASELINE
+from depthroute.runs.ladder import TREND
 
 _NONE = "-"
 
@@ -110,6 +111,34 @@ def sweep_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def ladder_table(ladder: dict[str, Any]) -> Table:
+    """One row a method and size."""
+    table = Table(
+        title="Several sizes",
+        caption=f"{INTERVAL} {law_text(ladder['law'])} {TREND} last column.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("\nmethod", no_wrap=True)
+    headers = ("\nsize", "\nloss", "95% interval of\nvs standard", "speed-up\nby loss")
+    for header in (*headers, "by wall\nclock", "per ten-\nfold"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for label, method in ladder["methods"].items():
+        for number, point in enumerate(method["points"]):
+            worth = point["speed_up"] or {"by_loss": None, "by_wall_clock": None}
+            trend = method["trend"] if number == 0 else None
+            table.add_row(
+                "" if number else label,
+                point["rung"],
+                f"{point['loss']['mean']:.3f}",
+                interval_text(point["difference"], "{:+.3f}"),
+                *(_NONE if value is None else f"{value:.2f}x" for value in worth.values()),
+                "" if number else _NONE if trend is None else f"{trend:.2f}x",
+            )
+    return table
+
+
 INTERVAL = (
     "The interval is that of the mean paired difference by Student's t over the seeds, at 95%."
 )
@@ -126,8 +155,8 @@ def law_text(law: dict[str, Any] | None) -> str:
     if law is None:
         return "Losses per byte have no published law, so no speed-up is computed from them."
     return (
-        f"Speed-up by loss: ((standard - L)/(loss - L))^(1/a) with L = {law['floor']:g} and a = "
-        f"{law['exponent']:g}, {law['source']}; by wall clock: times the ratio of tokens/s."
+        f"Speed-up by loss: ((standard - L)/(loss - L))^(1/a) with L = {law['floor']:.3g} and a = "
+        f"{law['exponent']:.3g}, {law['source']}; by wall clock: times the ratio of tokens/s."
     )
 
 

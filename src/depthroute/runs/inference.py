@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CONFIDENCE = 0.95
+FLOORS = 1000
+"""How finely a floor is looked for between zero and the lowest loss."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,36 @@ PUBLISHED = Law(
 def law_for(unit: str) -> Law | None:
     """None for losses per byte: nobody has published their floor."""
     return PUBLISHED if unit == "token" else None
+
+
+def fit_law(computes: Sequence[float], losses: Sequence[float], unit: str) -> Law | None:
+    """Of the baseline's losses at several sizes; None where they do not fall with compute.
+
+    Two sizes determine two numbers, so the floor is then the published one (none for bytes).
+    """
+    number = len(losses)
+    if number < 2:
+        return None
+    words = f"fitted to standard's {number} sizes of this ladder"
+    if number == 2:
+        known = law_for(unit)
+        floor = known.floor if known and known.floor < min(losses) else 0.0
+        words += f"; two sizes determine the exponent alone, so the floor is set to {floor:g}"
+        floors = [floor]
+    else:
+        words += ", few for its three numbers"
+        floors = [n / FLOORS * min(losses) for n in range(FLOORS)]
+    fits = [(*_power(computes, losses, floor), floor) for floor in floors]
+    _, exponent, floor = min(fits)
+    return Law(floor, exponent, words) if exponent > 0 else None
+
+
+def _power(computes: Sequence[float], losses: Sequence[float], floor: float) -> tuple[float, float]:
+    """Squared error and exponent of the line through the logarithms."""
+    x, y = [math.log(c) for c in computes], [math.log(loss - floor) for loss in losses]
+    slope, start = statistics.linear_regression(x, y)
+    fitted = [floor + math.exp(start + slope * each) for each in x]
+    return sum((a - b) ** 2 for a, b in zip(fitted, losses, strict=True)), -slope
 
 
 def interval(values: Sequence[float]) -> list[float] | None:

@@ -38,7 +38,7 @@ def summarise(
     losses = places.get(step, {})
     rows = [_row(label, losses, by_event) for label in labels]
     law = law_for(unit_of(config["data"]))
-    _value(rows, law)
+    value(rows, law)
     asked = [(label, seed) for label in labels for seed in config["seeds"]]
     steps = dict.fromkeys(labels, config["train"]["steps"])
     for record in by_event.get("pace", []):
@@ -118,7 +118,7 @@ def _data_order(steps: Records) -> dict[str, str]:
     }
 
 
-def _value(rows: Records, law: Law | None) -> None:
+def value(rows: Records, law: Law | None) -> None:
     """What each row's loss is worth: the training that standard would need for it, over its own,
     in tokens and in time."""
     for row in rows:

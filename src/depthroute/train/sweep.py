@@ -52,7 +52,7 @@ SWEPT += ("decay_fraction", "optimizer", "weight_decay", "clip", "output_init")
 class Sweep:
     comparison: Comparison
     """As set, with the seeds that are reported."""
-    name: str
+    name: str | None
     values: tuple[Value, ...]
     variant: Callable[[Value], tuple[Preset, TrainSettings]]
     """The model and the settings with a value; an error where it is not allowed."""
@@ -121,6 +121,14 @@ def prepare(
     return Sweep(comparison, name, tuple(values), variant, seeds, extend, frozenset(idle))
 
 
+def unswept(comparison: Comparison) -> Sweep:
+    """Every method as set, its seeds as runs of their own."""
+    labels = frozenset(comparison.labels)
+    return Sweep(
+        comparison, None, (), lambda value: (comparison.preset, comparison.settings), idle=labels
+    )
+
+
 def _num_parameters(preset: Preset) -> int:
     model = presets.build(preset, RoutingConfig("standard"), device="meta")
     return sum(p.numel() for p in model.parameters())
@@ -172,6 +180,8 @@ class Runner:
 
     def __call__(self, parts: list[Part]) -> None:
         """All of them; what fails is noted, others go on, and in the end it is an error."""
+        if self.signal:
+            return
         waiting = [part for part in parts if not _is_finished(part.path)]
         self.ended += len(parts) - len(waiting)
         failed = list(self._side_by_side(waiting) if self.jobs > 1 else self._in_turn(waiting))
@@ -311,10 +321,22 @@ def run_sweep(
     sweep: Sweep, run: RunDirectory, runner: Runner, *, is_resumed: bool = False
 ) -> dict[str, Any]:
     """Tune, choose, train the reported seeds; the summary, which is also written to the run."""
+    config = begin(sweep, run, runner, is_resumed=is_resumed)
+    return finish(sweep, run, runner, config)
+
+
+def begin(sweep: Sweep, run: RunDirectory, runner: Runner, *, is_resumed: bool) -> dict[str, Any]:
+    """Everything before the first run: what it is, how fast, and how long it will take."""
     config = _configure(sweep, run, is_resumed)
     run.append({"event": "started"})
     _measure(sweep, run, runner.watch.note)
     _announce(sweep, run, runner)
+    return config
+
+
+def finish(
+    sweep: Sweep, run: RunDirectory, runner: Runner, config: dict[str, Any]
+) -> dict[str, Any]:
     _tune(sweep, run, config, runner)
     chosen = layout.choices(run.path, config)
     reported = [
