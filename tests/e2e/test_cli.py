@@ -81,6 +81,20 @@ def test_a_sweep_side_by_side_comes_to_the_result_of_one_run_after_the_other(
     assert "schedule chosen for each method on seeds that are not reported" in out
 
 
+def test_a_ladder_prints_every_size_and_the_law(depthroute, tmp_path, book):
+    arguments = [word for word in SWEEP if word not in ("--steps", "4")]
+    arguments += ["--data", book, "--ladder", "num_hidden_layers=1,num_hidden_layers=2"]
+    arguments += ["--out", str(tmp_path / "run")]
+    status, out, err = depthroute(*arguments, "--tokens-per-parameter", "0.02")
+    assert status == 0, err
+    assert "Several sizes" in out and "num_hidden_layers=2" in out
+    assert err.count("runs of") == 2
+    status, _, err = depthroute(*arguments, "--steps", "4")
+    assert (status, err.count("\n")) == (2, 1) and "use --tokens-per-parameter" in err
+    status, _, err = depthroute("compare", "--tokens-per-parameter", "2")
+    assert (status, err.count("\n")) == (2, 1) and "add --ladder" in err
+
+
 def test_a_sweep_whose_best_value_is_at_an_end_says_which_to_add(depthroute, tmp_path, book):
     arguments = [*SWEEP, "--data", book, "--sweep", "lr=1e-6,1e-5", "--extend", "0"]
     status, _, err = depthroute(*arguments, "--out", str(tmp_path / "run"))

@@ -79,6 +79,8 @@ def test_parameters_are_counted_without_embedding_and_head():
     [
         ("2.5M", "give at least two sizes, each once"),
         ("2.5M,2.5M", "give at least two sizes, each once"),
+        ("0M,1M", "--ladder 0M=0.0 must be a finite number at least 1000"),
+        ("99999999999B,1M", "at most 1e\\+12"),
         ("big,small", "'big' must be key=value"),
         ("hidden_size=16,hidden=3", "unknown model setting 'hidden'"),
     ],
@@ -137,6 +139,12 @@ def test_a_finished_ladder_is_only_read_again(climbed):
     path, summary, _ = climbed
     again = climb(path, resume=True, on_step=pytest.fail)
     assert again == summary == json.loads((path / "summary.json").read_text())
+
+
+def test_a_directory_of_another_kind_is_not_made_a_ladder(climbed):
+    path, _, _ = climbed
+    with pytest.raises(ConfigError, match=r"holds a sweep and no ladder; give another --out"):
+        climb(path / "rungs" / "num_hidden_layers=1", resume=True)
 
 
 def test_the_page_of_a_ladder_shows_loss_against_compute_and_the_law(climbed, tmp_path):

@@ -23,7 +23,8 @@ from depthroute.runs.directory import RunDirectory, RunError, open_run
 from depthroute.runs.inference import interval
 from depthroute.runs.summary import summarise
 from depthroute.train import sweep as sweeping
-from depthroute.train.compare import Comparison, run_comparison
+from depthroute.train.compare import Comparison, build, run_comparison
+from depthroute.train.loop import fingerprint
 from depthroute.train.settings import TrainSettings
 from depthroute.train.sweep import Runner, Sweep, Watch, run_sweep
 
@@ -157,6 +158,23 @@ def test_a_method_run_apart_takes_the_very_steps_that_it_takes_beside_others(fin
     assert losses(apart) == losses(beside) and len(losses(apart)) == 5
 
 
+def test_a_method_that_draws_more_numbers_starts_from_standards_weights_when_run_apart(monkeypatch):
+    original = presets.build
+
+    def greedy(preset, routing, **options):
+        if routing.method != "standard":
+            torch.rand(7)
+        return original(preset, routing, **options)
+
+    monkeypatch.setattr(presets, "build", greedy)
+    starts = []
+    for label, routing in parse_methods("standard,delta,attnres-full"):
+        torch.manual_seed(3)
+        part = replace(comparison(label), is_part=True)
+        starts.append(fingerprint(build(part, routing)))
+    assert len(set(starts)) == 1
+
+
 def test_a_best_value_at_an_end_is_tried_beyond_by_the_same_ratio(tmp_path):
     notes = []
     sweep = rates(0.001, 0.005, methods="standard", seeds=(0,), extend=3)
@@ -217,6 +235,23 @@ def test_methods_without_routing_parameters_have_no_routing_rate_to_sweep(tmp_pa
     assert [p for p in parts(tmp_path / "run") if "standard" in p] == ["standard/as-set/seed-0"]
 
 
+def test_a_routing_rate_without_any_routing_is_refused():
+    with pytest.raises(ConfigError, match=r"none of the methods has routing parameters"):
+        sweeping.prepare(comparison("standard,x0-skip"), "routing_lr=0.1,0.2", SIZES)
+
+
+def test_each_compiled_part_starts_with_all_of_the_compilers_limit(tmp_path, monkeypatch):
+    """One process compiles many models, and beyond its limit torch would go on uncompiled."""
+    resets = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    settings = replace(SETTINGS, compile="eager", steps=1)
+    base = comparison("standard", (0,), settings)
+    run(
+        Sweep(base, "clip", (1.0, 2.0), lambda value: (SMALL, settings), extend=0), tmp_path / "run"
+    )
+    assert len(resets) == 2
+
+
 SIZES = {"batch_size": 4, "sequence_length": 16, "validation_sequences": 8}
 
 
@@ -227,6 +262,10 @@ SIZES = {"batch_size": 4, "sequence_length": 16, "validation_sequences": 8}
         ("lr=1e-3", "give a setting and at least two values"),
         ("lr=1e-3,1e-3", "at least two values, each once"),
         ("lr=1e-3,-1", r"train.lr=-1 must be a finite number greater than 0"),
+        ("lr=[1],2", "give a setting and at least two values"),
+        ("lr=nan,1", "train.lr='nan' must be a finite number"),
+        ("lr=true,false", "give a setting and at least two values"),
+        ("=1,2", "unknown model setting ''"),
         ("steps=10,20", "unknown setting to sweep 'steps'"),
         ("clip=1,2", "--sweep clip and --set clip contradict"),
         ("num_hidden_layers=2,4", r"changes the number of parameters \(2: "),
@@ -326,6 +365,33 @@ def test_the_page_shows_loss_against_the_value_the_choice_and_the_interval(finis
         assert f"lr {summary['sweep']['methods'][row['method']]['chosen']}" in table
     assert "95% interval" in table and "Student" in table
     assert data["runs"][0]["config"]["train"]["steps"] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", "{}"),
+        ("config.json", "["),
+        ("config.json", '{"kind": "sweep", "methods": {}, "sweep": 3}'),
+        ("metrics.jsonl", '{"event": "value", "method": "delta", "value": [1]}\n'),
+        ("metrics.jsonl", '{"event": "speed", "tokens_per_second": {"delta": "fast"}}\n'),
+        ("runs/delta/lr=0.25/seed-1000/config.json", "{}"),
+        ("runs/delta/lr=0.25/seed-1000/config.json", '{"methods": 1}'),
+        ("runs/delta/lr=0.25/seed-1000/metrics.jsonl", "{}\n"),
+        ("runs/delta/lr=0.25/seed-1000/metrics.jsonl", None),
+        ("runs/delta/lr=0.25/seed-0/config.json", "null"),
+        ("runs/delta/lr=0.25/seed-0/traces.json", '{"traces": 3}'),
+        ("runs/delta/lr=0.25/seed-0/traces.json", '{"traces": [3]}'),
+    ],
+)
+def test_a_damaged_sweep_is_one_clear_error(finished, tmp_path, name, text):
+    root = tmp_path / "run"
+    shutil.copytree(finished[0], root, ignore=shutil.ignore_patterns(".depthroute-lock"))
+    (root / name).unlink()
+    if text is not None:
+        (root / name).write_text(text)
+    with pytest.raises(DepthrouteError):
+        write_report([root], tmp_path / "report.html")
 
 
 def waiting_for(code):

@@ -13,7 +13,7 @@ from typing import Any
 
 from depthroute.json_shape import NUMBER, TEXT, WHOLE, check
 from depthroute.methods import BASELINE
-from depthroute.runs.directory import RunDirectory
+from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.runs.inference import Law, fit_law, law_for
 from depthroute.runs.summary import value
 
@@ -28,7 +28,10 @@ def rung_folder(root: Path, name: str) -> Path:
 def read_rungs(root: Path) -> list[dict[str, Any]]:
     """Name, parameters, tokens and flops of every size, smallest first."""
     config = RunDirectory(root).read_json("config.json")
-    check(config, _SHAPE, "config.json")
+    try:
+        check(config, _SHAPE, "config.json")
+    except ValueError as error:
+        raise RunError(f"the ladder in {root} is damaged: {error}") from error
     return sorted(config["rungs"], key=lambda rung: rung["flops"])
 
 

@@ -16,13 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.errors import ConfigError
-from depthroute.json_shape import ANYTHING, TEXT, WHOLE, check
+from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Shape, check
 from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.runs.summary import Records, summarise
 
 KIND = "sweep"
-_SHAPE = {"sweep": {"name": TEXT.or_null(), "values": [ANYTHING], "seeds": [WHOLE]}}
+_PART = {
+    "methods": {"*": OBJECT},
+    "seeds": [WHOLE],
+    "train": {"steps": WHOLE, "batch_size": WHOLE, "sequence_length": WHOLE},
+    "preset": {"name": TEXT},
+    "data": {"name": TEXT, "baselines": {"*": NUMBER}},
+}
+_WHOLE = _PART | {"sweep": {"name": TEXT.or_null(), "values": [ANYTHING], "seeds": [WHOLE]}}
 Value = float | int | str | None
 """None where a method has nothing to sweep, and runs as set."""
 
@@ -120,9 +128,12 @@ def final_loss(path: Path) -> float | None:
     """Of a finished run of one method; infinite where it diverged, None before it has ended."""
     if not (path / "config.json").is_file():
         return None
-    run = RunDirectory(path)
-    summary = summarise(run.read_json("config.json"), run.records())
-    (row,) = summary["rows"]
+    config = _config(path, _PART)
+    try:
+        summary = summarise(config, RunDirectory(path).records())
+    except OSError as error:
+        raise RunError(f"cannot read the run in {path}: {files.reason(error)}") from error
+    row = summary["rows"][0]
     if not summary["is_complete"]:
         return None
     return math.inf if row["diverged"] else row["validation_loss"]["mean"]
@@ -145,9 +156,7 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
     ``config["sweep"]["methods"]`` says what was tried. A method that has no value inside its sweep
     is not reported.
     """
-    run = RunDirectory(root)
-    config = run.read_json("config.json")
-    check(config, _SHAPE, "config.json")
+    run, config = RunDirectory(root), _config(root, _WHOLE)
     chosen = choices(root, config)
     reported = {n: r for n, r in config["methods"].items() if n in chosen and not chosen[n].edge}
     records, traces, settings = [], [], []
@@ -156,7 +165,7 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
             path = folder(root, label, config["sweep"]["name"], chosen[label].value, seed)
             if (path / "config.json").is_file():
                 part = RunDirectory(path)
-                settings.append(part.read_json("config.json"))
+                settings.append(_config(path, _PART))
                 records += [
                     r for r in part.records() if r["event"] not in ("resumed", "interrupted")
                 ]
@@ -166,6 +175,19 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
     train = config["train"] | _differing([s["train"] for s in settings])
     methods = reported or config["methods"]
     return config | {"sweep": swept, "train": train, "methods": methods}, records, traces
+
+
+def _config(path: Path, shape: Shape) -> dict[str, Any]:
+    config = RunDirectory(path).read_json("config.json")
+    try:
+        check(config, shape, "config.json")
+    except ValueError as error:
+        raise RunError(
+            f"the run in {path} is damaged: {error}; remove it, or bring a good copy"
+        ) from error
+    if not config["methods"] or not config["seeds"]:
+        raise RunError(f"the run in {path} is damaged: it names no methods or seeds")
+    return config
 
 
 def _differing(settings: Records) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from depthroute import presets
+from depthroute.checks import check_number
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.methods import parse_assignments
@@ -22,6 +23,8 @@ from depthroute.train.sweep import Runner, Sweep
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMB])")
 NEAR = 0.15
 """How far from the size that was asked for a model may be, if its proportions are better."""
+LEAST, MOST = 1e3, 1e12
+"""Parameters of a size."""
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9}
 
 
@@ -36,11 +39,14 @@ class Rung:
 
 def parse(text: str, preset: Preset, shape: dict[str, Any]) -> list[Rung]:
     """``2.5M,8M``: sizes without embeddings, or ``hidden_size=64:num_hidden_layers=4,...``."""
+    presets.with_model(preset, shape)  # what is common to all sizes
     rungs = []
     for part in (part.strip() for part in text.split(",")):
         size = _SIZE.fullmatch(part)
         if size:
-            settings = shape_of(float(size[1]) * _UNITS[size[2]], preset, shape)
+            count = float(size[1]) * _UNITS[size[2]]
+            check_number(f"--ladder {part}", count, least=LEAST, most=MOST)
+            settings = shape_of(count, preset, shape)
         else:
             settings = parse_assignments(part.split(":"), "--ladder")
         name = part if size else part.replace(":", " ")
@@ -107,6 +113,10 @@ def run_ladder(
     tokens_per_parameter: float,
 ) -> dict[str, Any]:
     """All sizes, smallest first, each announced before any begins; the summary of the whole."""
+    if (run.path / "config.json").is_file():
+        kind = run.read_json("config.json").get("kind")
+        if kind != layout.KIND:
+            raise ConfigError(f"{run.path} holds a {kind} and no ladder; give another --out")
     sweeps = {rung.name: prepare(rung) for rung in sorted(rungs, key=lambda r: r.parameters)}
     run.write_json("config.json", _config(rungs, sweeps, tokens_per_parameter))
     summaries = []

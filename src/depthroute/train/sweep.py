@@ -6,6 +6,7 @@ whatever is finished stays so, and runs may go side by side.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -88,7 +89,8 @@ def prepare(
     values = [
         v for part in listed.split(",") for v in parse_assignments([f"v={part}"], "").values()
     ]
-    if not separator or len(values) < 2 or len(set(values)) < len(values):
+    is_plain = all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values)
+    if not (separator and is_plain) or len(values) < 2 or len(set(values)) < len(values):
         raise ConfigError(
             f"--sweep {text}: give a setting and at least two values, each once, such as "
             "lr=1e-3,2e-3,4e-3"
@@ -117,6 +119,8 @@ def prepare(
         for label, routing in comparison.methods:
             model = presets.build(comparison.preset, routing, device="meta")
             idle |= set() if model.plan.site_names() else {label}
+        if len(idle) == len(comparison.methods):
+            raise ConfigError(f"--sweep {name}: none of the methods has routing parameters")
     seeds = tuple(FIRST_SEED + n for n in range(num_seeds))
     return Sweep(comparison, name, tuple(values), variant, seeds, extend, frozenset(idle))
 
@@ -195,7 +199,7 @@ class Runner:
         for part in parts:
             try:
                 summary = run_part(part, self.look, self.watch.on_step, self.watch.note)
-            except DepthrouteError as error:
+            except (DepthrouteError, torch.OutOfMemoryError) as error:
                 yield self._failed(part, str(error))
                 continue
             if not summary["is_complete"]:
@@ -277,6 +281,8 @@ def run_part(
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     run, is_resumed = open_run(part.path, resume=True)
+    if part.comparison.settings.compile is not None:
+        torch.compiler.reset()  # or those of earlier parts would count against its limit
     with closing(run):
         return run_comparison(
             part.comparison,
@@ -379,18 +385,24 @@ def _measure(sweep: Sweep, run: RunDirectory, note: Callable[[str], None]) -> No
     known = [r for r in run.records() if r["event"] == "speed"]
     if known and labels <= set(known[-1]["tokens_per_second"]):
         return
-    comparison, settings = sweep.comparison, sweep.comparison.settings
     note(f"measuring the speed of {len(labels)} methods")
+    run.append({"event": "speed", "tokens_per_second": _speeds(sweep.comparison)})
+    gc.collect()
+    if sweep.comparison.device.type == "cuda":
+        torch.cuda.empty_cache()  # the runs may be other processes, which need the room
+
+
+def _speeds(comparison: Comparison) -> dict[str, float]:
+    settings = comparison.settings
     if settings.compile is not None:
-        raise_recompile_limit(len(labels))
+        raise_recompile_limit(len(comparison.methods))
     torch.manual_seed(0)
     trainers = {
         method.label: Trainer(build(comparison, method.routing), settings, is_timed=True)
         for method in comparison.methods
     }
     seconds = pace.measure(trainers, comparison.data.batch(0, 0).to(comparison.device))
-    rates = {label: settings.tokens_per_step / taken for label, taken in seconds.items()}
-    run.append({"event": "speed", "tokens_per_second": rates})
+    return {label: settings.tokens_per_step / taken for label, taken in seconds.items()}
 
 
 def _announce(sweep: Sweep, run: RunDirectory, runner: Runner) -> None:
