@@ -19,6 +19,7 @@ def write_run(
     seeds: tuple[int, ...] = (0, 1),
     steps: int = 40,
     memory: bool = False,
+    worse: float = 0.0,
 ) -> Path:
     """Losses that fall, weights that sum to 1 and magnitudes that grow with depth."""
     path.mkdir(parents=True)
@@ -44,10 +45,11 @@ def write_run(
     for seed in seeds:
         for number, method in enumerate(methods):
             who = {"seed": seed, "method": method}
-            start = {"event": "start", "parameters": 1000, "routing_parameters": 10 * number}
+            added = 10 * number
+            start = {"event": "start", "parameters": 1000 + added, "routing_parameters": added}
             records.append(start | who)
             for step in range(steps):
-                loss = 2 + 3 * math.exp(-step / 10) - 0.02 * number + draw.gauss(0, 0.02)
+                loss = 2 + 3 * math.exp(-step / 10) - 0.02 * number + worse + draw.gauss(0, 0.02)
                 timing = {"seconds": 0.01 * (1 + 0.1 * number), "tokens": 64}
                 records.append({"event": "step", "step": step, "loss": loss} | who | timing)
                 if (step + 1) % 10 == 0:
@@ -57,6 +59,41 @@ def write_run(
     (path / "config.json").write_text(json.dumps(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (path / "traces.json").write_text(json.dumps({"traces": traces}))
+    return path
+
+
+def write_sweep(
+    path: Path, methods: tuple[str, ...] = METHODS, *, layers: int = 6, better: float = 0.0
+) -> Path:
+    """Three rates, the middle one the best, and two seeds at it."""
+    rates = {0.001: 0.3, 0.003: 0.0, 0.01: 0.5}
+    write_run(path, methods, layers=layers, steps=10)
+    (path / "traces.json").unlink()
+    config = json.loads((path / "config.json").read_text())
+    config |= {"kind": "sweep", "sweep": {"name": "lr", "values": list(rates), "seeds": [1000]}}
+    (path / "config.json").write_text(json.dumps(config))
+    speeds: dict[str, Any] = {m: 1000.0 - 50 * n for n, m in enumerate(methods)}
+    records: list[dict[str, Any]] = [{"event": "speed", "tokens_per_second": speeds}]
+    for method in methods:
+        for rate, worse in rates.items():
+            records.append({"event": "value", "method": method, "value": rate})
+            for seed in (1000, 0, 1) if rate == 0.003 else (1000,):
+                folder = path / "runs" / method / f"lr={rate}" / f"seed-{seed}"
+                worse -= better + 0.01 * methods.index(method)
+                write_run(folder, (method,), layers=layers, seeds=(seed,), steps=10, worse=worse)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def write_ladder(path: Path, methods: tuple[str, ...] = METHODS) -> Path:
+    """Three sizes, each ten times the compute."""
+    rungs = []
+    for number, name in enumerate(("1M", "3M", "10M")):
+        write_sweep(path / "rungs" / name, methods, layers=2 + 2 * number, better=0.2 * number)
+        size = {"parameters": 10**6 * 3**number, "tokens": 10**7 * 3**number}
+        rungs.append({"name": name, "flops": 6e13 * 10**number} | size)
+    (path / "config.json").write_text(json.dumps({"kind": "ladder", "rungs": rungs}))
+    (path / "metrics.jsonl").touch()
     return path
 
 

@@ -46,6 +46,7 @@ WHOLE = Leaf(_is_whole, "a whole number")
 NUMBER = Leaf(_is_number, "a number")
 """Whatever its size: a diverged run may have written nan."""
 TIME = Leaf(lambda v: _is_number(v) and is_finite(v) and v >= 0, "a number of at least 0")
+SCALAR = Leaf(lambda v: v is None or isinstance(v, str | int | float), "a number, text or null")
 OBJECT = Leaf(lambda value: isinstance(value, dict), "an object")
 ANYTHING = Leaf(lambda value: True, "anything")
 

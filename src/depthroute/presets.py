@@ -10,7 +10,7 @@ import contextlib
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from depthroute.checks import check_betas, check_number, check_object, check_whole
+from depthroute.checks import check_betas, check_choice, check_number, check_object, check_whole
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, shown, unknown
 
@@ -192,6 +192,9 @@ PRESETS: dict[str, Preset] = {
 
 
 SET_BY_TOKENIZER = ("bos_token_id", "eos_token_id")
+OUTPUT_INITS = ("default", "depth-scaled", "zero")
+"""Of the projections that write into the stream, attention's and the MLP's: as the family has it,
+normal with ``initializer_range / sqrt(2 * layers)``, or zero, so that no sublayer adds anything."""
 
 
 def get(name: str) -> Preset:
@@ -207,6 +210,7 @@ def build(
     *,
     device: Any = None,
     dtype: Any = None,
+    output_init: str = OUTPUT_INITS[0],
 ) -> Any:
     """The preset's model from scratch, with its own routing or another.
 
@@ -215,14 +219,19 @@ def build(
     import torch
 
     from depthroute.models import attention
+    from depthroute.models.architecture import initialise_outputs
     from depthroute.models.convert import from_config
     from depthroute.models.settings import make_config
 
+    check_choice("output_init", output_init, OUTPUT_INITS)
     preset = get(preset) if isinstance(preset, str) else preset
     config = make_config(preset.model_type, preset.model)
     options = {} if dtype is None else {"dtype": dtype}
     with contextlib.nullcontext() if device is None else torch.device(device):
-        return attention.use(from_config(config, routing or preset.routing, **options))
+        model = attention.use(from_config(config, routing or preset.routing, **options))
+    if output_init != OUTPUT_INITS[0]:
+        initialise_outputs(model, is_zero=output_init == "zero")
+    return model
 
 
 def with_model(preset: Preset, changes: dict[str, Any]) -> Preset:

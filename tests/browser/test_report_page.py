@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from depthroute.diagnostics.report import write_report
-from tests.runs import METHODS, write_run
+from tests.runs import METHODS, write_ladder, write_run, write_sweep
 
 pytestmark = pytest.mark.browser
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -19,6 +19,8 @@ CASES = {
     "six methods": [(METHODS, 6)],
     "six runs": [((method,), 6) for method in METHODS],
     "96 layers": [(METHODS, 96)],
+    "sweep": write_sweep,
+    "ladder": write_ladder,
 }
 MOST_BYTES = 5_000_000
 
@@ -38,10 +40,14 @@ def browser():
 @pytest.fixture(scope="module", params=CASES)
 def page(request, browser, tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
-    runs = [
-        write_run(root / f"run{n}", methods, layers=layers, memory=True)
-        for n, (methods, layers) in enumerate(CASES[request.param])
-    ]
+    case = CASES[request.param]
+    if callable(case):
+        runs = [case(root / "run")]
+    else:
+        runs = [
+            write_run(root / f"run{n}", methods, layers=layers, memory=True)
+            for n, (methods, layers) in enumerate(case)
+        ]
     write_report(runs, root / "report.html")
     assert (root / "report.html").stat().st_size < MOST_BYTES
     opened = browser.new_page(viewport={"width": 1180, "height": 1000}, accept_downloads=True)

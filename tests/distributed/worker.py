@@ -38,7 +38,13 @@ CASES = {
     "checkpointed": (dr.RoutingConfig("delta"), {"gradient_checkpointing": True}),
     "bf16": (dr.RoutingConfig("delta"), {"precision": "bf16"}),
     "chunks": (dr.RoutingConfig("delta"), {"loss_chunk": 11}),
+    "muon": (dr.RoutingConfig("delta"), {"optimizer": "muon", "accumulation": 2}),
 }
+
+
+def modes(case):
+    """Muon takes whole matrices, so sharded ones are refused."""
+    return ("ddp",) if case == "muon" else ("ddp", "fsdp")
 
 
 def build(routing):
@@ -187,7 +193,7 @@ def main(folder):
             for name, (routing, changes) in CASES.items():
                 if world.is_main:
                     found["alone"][name] = curve(routing, changes)
-                for mode in ("ddp", "fsdp"):
+                for mode in modes(name):
                     found[mode][name] = curve(routing, changes, world, mode)
             if world.is_main:
                 found["alone"]["frozen"] = frozen(SINGLE, "ddp")

@@ -46,6 +46,66 @@ def test_compare_prints_one_table_and_leaves_a_run_directory(
     assert json.loads((run / "config.json").read_text())["train"]["steps"] == 4
 
 
+SWEEP = [
+    "compare",
+    "--methods",
+    "standard",
+    "--seeds",
+    "1",
+    "--steps",
+    "4",
+    "--set",
+    "batch_size=2",
+]
+SWEEP += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
+SWEEP += ["--model", "num_hidden_layers=1", "--model", "hidden_size=16"]
+
+
+def test_a_sweep_side_by_side_comes_to_the_result_of_one_run_after_the_other(
+    depthroute, tmp_path, book
+):
+    arguments = [*SWEEP, "--data", book, "--sweep", "schedule=cosine,wsd"]
+    status, out, err = depthroute(*arguments, "--out", str(tmp_path / "turns"), "--json")
+    assert status == 0, err
+    assert "runs of 128 tokens" in err
+    expected = json.loads(out)
+    beside = [*arguments, "--out", str(tmp_path / "beside"), "--jobs", "3", "--json"]
+    status, out, err = depthroute(*beside)
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["sweep"] == expected["sweep"]
+    losses = [s["rows"][0]["validation_loss"] for s in (found, expected)]
+    assert losses[0] == losses[1] is not None
+    status, out, err = depthroute(*beside[:-1], "--resume", "auto")  # nothing is left to run
+    assert status == 0, err
+    assert "schedule chosen for each method on seeds that are not reported" in out
+
+
+def test_a_ladder_prints_every_size_and_the_law(depthroute, tmp_path, book):
+    arguments = [word for word in SWEEP if word not in ("--steps", "4")]
+    arguments += ["--data", book, "--ladder", "num_hidden_layers=1,num_hidden_layers=2"]
+    arguments += ["--out", str(tmp_path / "run")]
+    status, out, err = depthroute(*arguments, "--tokens-per-parameter", "0.02")
+    assert status == 0, err
+    assert "Several sizes" in out and "num_hidden_layers=2" in out
+    assert err.count("runs of") == 2
+    status, _, err = depthroute(*arguments, "--steps", "4")
+    assert (status, err.count("\n")) == (2, 1) and "use --tokens-per-parameter" in err
+    status, _, err = depthroute("compare", "--tokens-per-parameter", "2")
+    assert (status, err.count("\n")) == (2, 1) and "add --ladder" in err
+
+
+def test_a_sweep_whose_best_value_is_at_an_end_says_which_to_add(depthroute, tmp_path, book):
+    arguments = [*SWEEP, "--data", book, "--sweep", "lr=1e-6,1e-5", "--extend", "0"]
+    status, _, err = depthroute(*arguments, "--out", str(tmp_path / "run"))
+    assert status == 2
+    assert "error: standard is best at 1e-05, the highest lr (add 0.0001)" in err
+    status, _, err = depthroute("compare", "--jobs", "2")
+    assert (status, err.count("\n")) == (2, 1) and "add --sweep" in err
+    status, _, err = depthroute("compare", "--sweep", "lr=1,2", "--equal", "time")
+    assert (status, err.count("\n")) == (2, 1) and "leave out --equal time" in err
+
+
 def test_compare_as_json_prints_the_summary_alone(depthroute, tmp_path, book):
     path = str(tmp_path / "run")
     arguments = ["compare", *SHORT, "--steps", "2", "--data", book, "--out", path]

@@ -55,6 +55,8 @@ TRAINING: dict[str, st.SearchStrategy[Any]] = {
     "warmup_steps": st.just(0),
     "schedule": st.sampled_from(["cosine", "wsd"]),
     "decay_fraction": st.sampled_from([0.2, 0.5, 1]),
+    "optimizer": st.sampled_from(["adamw", "muon"]),
+    "output_init": st.sampled_from(["default", "depth-scaled", "zero"]),
     "betas": st.sampled_from([[0.9, 0.95], [0, 0.5]]),
     "weight_decay": st.sampled_from([0, 0.1]),
     "clip": st.sampled_from([1, 0.5]),

@@ -12,6 +12,7 @@ from depthroute.cli.options import (
     METHODS,
     RunOptions,
     Shape,
+    SweepOptions,
     TextOptions,
     Tokenizer,
     Watching,
@@ -37,6 +38,7 @@ def compare(
             "of standard."
         ),
     ] = "tokens",
+    swept: SweepOptions,
     data: Annotated[str | None, DATA] = None,
     tokenizer: Tokenizer = None,
     model: Shape = None,
@@ -53,48 +55,86 @@ def compare(
     weights and sees the same batches in the same order, once per seed. The run directory keeps
     config.json, metrics.jsonl, summary.json and traces.json; `depthroute report` draws it. Ctrl-C
     and SIGTERM save and stop; `--resume auto` goes on as if nothing had happened.
+
+    With `--sweep lr=1e-3,2e-3,4e-3` each method gets its own best value, chosen on seeds that are
+    not reported; a best value at an end is tried beyond. Every run is kept, so a sweep goes on
+    where it was. `--ladder 2.5M,8M` does all of it at several sizes.
     """
     changes, out = options.changes(), options.directory("compare")
+    swept.check(equal, changes)
     if data is None and (tokenizer is not None or text != TextOptions()):
         raise ConfigError("options that say how text is read need the text; add --data")
     from depthroute.data import sources
     from depthroute.train import prepare
 
-    source = None
+    source, shape = None, assigned(model, "--model")
     if data is not None:
         source = sources.TextSource(data, tokenizer=tokenizer, **vars(text))
-    with Watching(notes()) as watching:
-        comparison = prepare.comparison(
-            preset=preset,
-            methods=methods,
-            num_seeds=seeds,
-            source=source,
-            device=options.device,
-            changes=changes,
-            shape=assigned(model, "--model"),
-            equal=equal,
-            on_progress=watching.watch().on_progress,
+
+    def make(shape: dict[str, Any], changes: dict[str, Any], source: Any) -> Any:
+        with Watching(notes()) as watching:
+            return prepare.comparison(
+                preset=preset,
+                methods=methods,
+                num_seeds=seeds,
+                source=source,
+                device=options.device,
+                changes=changes,
+                shape=shape,
+                equal=equal,
+                on_progress=watching.watch().on_progress,
+            )
+
+    if swept.ladder is not None:
+        from depthroute.cli.sweep import run_ladder
+
+        if precompile:
+            raise ConfigError("--precompile is for one size; leave it out with --ladder")
+        run, summary = run_ladder(
+            preset, shape, make, source, swept, changes, out, resume=options.is_resumed
         )
-    run, summary = _run_comparison(
-        comparison, out, resume=options.is_resumed, precompile=precompile
-    )
+        _finish(run, summary, as_json)
+        return
+    comparison = make(shape, changes, source)
+    if precompile:
+        from depthroute.train.precompile import precompile as compile_ahead
+
+        compile_ahead(comparison, precompile, notes().print)
+    if swept.sweep is None:
+        run, summary = _run_comparison(comparison, out, resume=options.is_resumed)
+    else:
+        from depthroute.cli.sweep import run_sweep
+
+        run, summary = run_sweep(comparison, out, swept, changes, resume=options.is_resumed)
+    _finish(run, summary, as_json)
+
+
+def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
+    """The result, and how the command ends."""
+    from depthroute.runs.display import comparison_table, ladder_table, sweep_table
+    from depthroute.runs.sweep import refuse_edges
+
+    sizes = summary.get("summaries", [summary])
     if as_json:
         print_json(summary)
     else:
-        from depthroute.runs.display import comparison_table
-
-        PlainConsole().print(comparison_table(summary))
+        for one in sizes:
+            PlainConsole().print(comparison_table(one))
+            if one.get("sweep", {}).get("values"):
+                PlainConsole().print(sweep_table(one))
+        if "ladder" in summary:
+            PlainConsole().print(ladder_table(summary["ladder"]))
     aside = notes()
     aside.print(f"run directory: {run.path}")
-    if not summary["is_complete"]:
+    if summary["signal"] is not None:
         aside.print("interrupted: the table holds what was finished; go on with:")
         aside.print(f"  {resume_command(run.path)}")
         raise typer.Exit(128 + summary["signal"])
+    for one in sizes:
+        refuse_edges(one.get("sweep", {"methods": {}}))
 
 
-def _run_comparison(
-    comparison: Any, out: Path, *, resume: bool, precompile: int
-) -> tuple[Any, dict[str, Any]]:
+def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
     from depthroute.diagnostics import record, trace
     from depthroute.runs.directory import open_run
@@ -104,10 +144,6 @@ def _run_comparison(
 
     run, is_resumed = open_run(out, resume=resume)
     console = notes()
-    if precompile:
-        from depthroute.train.precompile import precompile as compile_ahead
-
-        compile_ahead(comparison, precompile, console.print)
     with closing(run), progress_bar(console) as bar:
         # rounds, not steps: with equal time methods take different numbers of steps
         task = bar.add_task("starting", total=len(comparison.seeds), loss="-", rate="-")

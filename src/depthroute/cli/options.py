@@ -128,6 +128,55 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class SweepOptions:
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Training or model setting and its values, such as lr=1e-3,2e-3,4e-3: each "
+            "method gets its best."
+        ),
+    ] = None
+    sweep_seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds that choose: 1000, 1001, ..., never reported.")
+    ] = 1
+    extend: Annotated[
+        int, typer.Option(min=0, help="Values added where a method is best at an end.")
+    ] = 3
+    ladder: Annotated[
+        str | None,
+        typer.Option(
+            help="Several sizes: parameters without embeddings, such as 2.5M,8M, or model settings "
+            "with colons between them."
+        ),
+    ] = None
+    tokens_per_parameter: Annotated[
+        float, typer.Option(min=0.001, help="Of every size of a ladder, which sets its steps.")
+    ] = 20.0
+    jobs: Annotated[int, typer.Option(min=1, help="Runs that go side by side.")] = 1
+
+    def check(self, equal: str, changes: dict[str, Any]) -> None:
+        """Nothing that is given may be ignored."""
+        alone = SweepOptions(sweep=self.sweep, ladder=self.ladder)
+        if self.sweep is None and (self.sweep_seeds, self.extend) != (
+            alone.sweep_seeds,
+            alone.extend,
+        ):
+            raise ConfigError("--sweep-seeds and --extend are for a sweep; add --sweep")
+        if self.ladder is None and self.tokens_per_parameter != alone.tokens_per_parameter:
+            raise ConfigError("--tokens-per-parameter is for a ladder; add --ladder")
+        if self.sweep is None and self.ladder is None:
+            if self.jobs > 1:
+                raise ConfigError("--jobs is for a sweep or a ladder; add --sweep or --ladder")
+        elif equal != "tokens":
+            raise ConfigError(f"a sweep gives every run the same tokens; leave out --equal {equal}")
+        if self.ladder is not None and "steps" in changes:
+            raise ConfigError(
+                f"steps={changes['steps']} would give every size the same tokens; use "
+                "--tokens-per-parameter"
+            )
+
+
+@dataclass(frozen=True)
 class OneModelOptions(RunOptions):
     """Of `train` and `finetune`."""
 

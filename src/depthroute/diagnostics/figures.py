@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from depthroute.diagnostics.results import units
-from depthroute.diagnostics.svg import DASHES, Facet, Figure, Line, Style, line_figure
+from depthroute.diagnostics.svg import (
+    DASHES,
+    Facet,
+    Figure,
+    Line,
+    Style,
+    line_figure,
+    shortened,
+)
 from depthroute.diagnostics.svg_map import bar_figure, map_figure
 from depthroute.methods import NAMES
 
@@ -34,6 +43,9 @@ _PAIRS = (
 )
 COLORS = dict(zip(NAMES, _PAIRS, strict=False))
 SPARE = _PAIRS[len(COLORS) :]
+_LONGEST_RUNG = 12
+_MOST_ABOVE = 1.0
+"""Nats above the best that a sweep's axis shows: a value that nearly diverged would flatten it."""
 KINDS = [("attention", "Attention"), ("mlp", "MLP and final read"), ("values", "Values")]
 
 
@@ -68,9 +80,105 @@ def series_styles(data: dict[str, Any]) -> list[Style]:
 def figures(data: dict[str, Any]) -> list[Figure]:
     """In the order of the page; a figure without data is left out."""
     styles = series_styles(data)
-    drawn = [_curves(data, styles), *_maps(data), _sharpness(data, styles)]
+    drawn = [
+        _ladder(data, styles),
+        _sweeps(data, styles),
+        _curves(data, styles),
+        *_maps(data),
+        _sharpness(data, styles),
+    ]
     drawn += [_magnitudes(data, styles), _cost(data, styles)]
     return [figure for figure in drawn if figure is not None]
+
+
+def _ladder(data: dict[str, Any], styles: list[Style]) -> Figure | None:
+    """Loss, and the difference to standard, against compute."""
+    if data.get("ladder") is None:
+        return None
+    # a method has one colour in all sizes; its first series stands for it
+    first: dict[str, Style] = {}
+    for style, series in zip(styles, data["series"], strict=True):
+        first.setdefault(series["row"]["method"], style)
+    facets = []
+    titles = {
+        "loss": f"Validation loss, nats per {data['ladder']['unit']}",
+        "difference": "Difference to standard, paired by seed",
+    }
+    for key, title in titles.items():
+        lines = []
+        for label, method in data["ladder"]["methods"].items():
+            points = [point for point in method["points"] if point[key]]
+            if points and label in first:
+                x, y = [p["flops"] for p in points], [p[key]["mean"] for p in points]
+                style = replace(first[label], label=label, dash="")
+                lines.append(Line(style, x, y, [p[key]["spread"] for p in points]))
+        if lines:
+            rungs = data["ladder"]["rungs"]
+            ticks = {
+                r["flops"]: f"{shortened(r['name'], _LONGEST_RUNG)} · {r['flops']:.1e}".replace(
+                    "+", ""
+                )
+                for r in rungs
+            }
+            facets.append(
+                Facet(
+                    title,
+                    "training compute, FLOPs",
+                    lines,
+                    has_zero_line=key == "difference",
+                    has_markers=True,
+                    x_ticks=ticks,
+                    is_x_logarithmic=True,
+                )
+            )
+    return (
+        line_figure("ladder", "Loss against compute", facets, len(facets), 290) if facets else None
+    )
+
+
+def _sweeps(data: dict[str, Any], styles: list[Style]) -> Figure | None:
+    """Loss on the tuning seeds against the value, and which was chosen."""
+    facets = []
+    for position, run in enumerate(data["runs"]):
+        if "sweep" in run["config"]:
+            pairs = zip(styles, data["series"], strict=True)
+            methods = [(style, s["row"]["method"]) for style, s in pairs if s["run"] == position]
+            facets += _swept(run, methods, has_name=len(data["runs"]) > 1)
+    if not facets:
+        return None
+    return line_figure("sweep", "Loss against the swept value", facets, min(2, len(facets)), 290)
+
+
+def _swept(run: dict[str, Any], methods: list[tuple[Style, str]], *, has_name: bool) -> list[Facet]:
+    sweep = run["config"]["sweep"]
+    tried = [p["value"] for m in sweep["methods"].values() for p in m["points"]]
+    is_ordered = all(isinstance(value, int | float) for value in tried)
+    values = sorted(set(tried)) if is_ordered else list(dict.fromkeys(tried))
+    is_logarithmic = is_ordered and all(value > 0 for value in values)
+    places = {v: float(v) if is_ordered else float(n) for n, v in enumerate(values)}
+    lines = []
+    for style, method in methods:
+        tuned = sweep["methods"].get(method, {"points": [], "chosen": None})
+        points = [(places[p["value"]], p["loss"]) for p in tuned["points"] if p["loss"] is not None]
+        if points:
+            x, y = ([point[n] for point in points] for n in (0, 1))
+            lines.append(Line(style, x, y, [None] * len(x), places.get(tuned["chosen"])))
+    if not lines:
+        return []
+    name = f" · {run['name']}" if has_name else ""
+    title = f"Validation loss, nats per {run['summary']['unit']}{name}"
+    lowest = min(y for line in lines for y in line.y)
+    return [
+        Facet(
+            title,
+            sweep["name"],
+            lines,
+            top=lowest + _MOST_ABOVE,
+            has_markers=True,
+            x_ticks={place: str(value) for value, place in places.items()},
+            is_x_logarithmic=is_logarithmic,
+        )
+    ]
 
 
 def _curves(data: dict[str, Any], styles: list[Style]) -> Figure | None:

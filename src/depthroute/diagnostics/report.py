@@ -18,10 +18,23 @@ from depthroute.diagnostics.results import has_one_seed, results, untraced
 from depthroute.diagnostics.run_files import ReportError
 from depthroute.diagnostics.svg import Figure, count_text
 from depthroute.diagnostics.svg_map import ramp
-from depthroute.runs.display import given_time
+from depthroute.runs.display import given_time, law_text
+from depthroute.runs.ladder import TREND
 from depthroute.visible import visible_line
 
 PANELS = {
+    "ladder": (
+        "Loss against compute",
+        "Mean over seeds at the end of training; the band is one sample standard deviation. "
+        "Compute is 6 FLOPs a parameter and token, the head included, without attention's "
+        "quadratic part and without the routing, which the wall clock charges. {ladder}",
+    ),
+    "sweep": (
+        "Chosen values",
+        "Mean validation loss at the end of training over the tuning seeds, against the value; the "
+        "ring is what was chosen for the method. The seeds of all other panels are new ones at "
+        "that value. The axis ends one nat above the best; diverged runs are left out.",
+    ),
     "curves": (
         "Loss",
         "{seeds} The loss axes leave out the first tenth of training. Point at a legend entry to "
@@ -194,6 +207,7 @@ def _given(summary: dict[str, Any]) -> str:
 def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     heading, caption = PANELS[name]
     caption = caption.replace("{seeds}", SPREAD[has_one_seed(data)])
+    caption = caption.replace("{ladder}", _ladder_text(data))
     if name == "cost" and not any(s["cost"]["peak_memory_bytes"] for s in data["series"]):
         devices = ", ".join(sorted({run["config"]["device"] for run in data["runs"]}))
         why = f"which this device ({devices}) does not count"
@@ -233,6 +247,15 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
     )
 
 
+def _ladder_text(data: dict[str, Any]) -> str:
+    """The law, and how each method's advantage changes with size."""
+    if data.get("ladder") is None:
+        return ""
+    trends = {label: method["trend"] for label, method in data["ladder"]["methods"].items()}
+    words = [f"{label} {trend:.2f}x" for label, trend in trends.items() if trend is not None]
+    return law_text(data["ladder"]["law"]) + (f" {TREND} {', '.join(words)}." if words else "")
+
+
 def _settings(data: dict[str, Any]) -> str:
     """Runs that differ in their methods alone share one block."""
     shared: dict[str, tuple[list[str], dict[str, Any]]] = {}
@@ -240,8 +263,11 @@ def _settings(data: dict[str, Any]) -> str:
         config = run["config"]
         environment = config["environment"]
         packages = {name: v for name, v in environment["packages"].items() if v}
+        seeds = {"seeds": config["seeds"]}
+        if "sweep" in config:
+            seeds["seeds that chose"] = config["sweep"]["seeds"]
         groups = {
-            "Training": config["train"] | {"seeds": config["seeds"], "device": config["device"]},
+            "Training": config["train"] | seeds | {"device": config["device"]},
             "Model": {"preset": config["preset"]["name"]} | config["preset"]["model"],
             "Data": config["data"],
             "Methods": config["methods"],

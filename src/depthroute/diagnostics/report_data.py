@@ -8,9 +8,10 @@ from typing import Any
 
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
 from depthroute.diagnostics.record import first_not_finite
-from depthroute.diagnostics.run_files import read_run
+from depthroute.diagnostics.run_files import read_ladder, read_run
 from depthroute.json_shape import is_finite, jsonable
 from depthroute.methods import BASELINE
+from depthroute.runs.ladder import fit
 from depthroute.visible import visible
 
 CURVE_POINTS = 60
@@ -18,10 +19,20 @@ CURVE_POINTS = 60
 
 
 def collect(paths: list[Path]) -> dict[str, Any]:
-    """All runs in the order given, and one series for every method of each."""
-    runs = [read_run(path) for path in paths]
+    """All runs in the order given, and one series for every method of each.
+
+    A ladder is its sizes, and alone on its page.
+    """
+    rungs = read_ladder(paths)
+    runs = [read_run(path) for path in ([path for path, _ in rungs] or paths)]
     name_runs(runs)
     names, tables = name_methods(runs), tabulate(runs)
+    ladder = None
+    if rungs:
+        for group, (run, table) in enumerate(zip(runs, tables, strict=True)):
+            summary = run["summary"]  # sizes are not compared with each other
+            table |= {"rows": summary["rows"], "step": summary["steps"], "group": group}
+        ladder = fit([rung for _, rung in rungs], [run["summary"] for run in runs])
     series = []
     for position, (run, table) in enumerate(zip(runs, tables, strict=True)):
         records, traces = run.pop("records"), run.pop("traces")
@@ -40,7 +51,7 @@ def collect(paths: list[Path]) -> dict[str, Any]:
                 | _series(row, run, records, traces)
             )
     _relate(series, [run["config"] for run in runs])
-    return _spelled_out(jsonable({"runs": runs, "series": series}))
+    return _spelled_out(jsonable({"runs": runs, "series": series, "ladder": ladder}))
 
 
 def _spelled_out(value: Any) -> Any:

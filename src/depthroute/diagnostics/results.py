@@ -5,12 +5,20 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from depthroute.runs.display import difference_text, loss_text, unpaired
+from depthroute.runs.display import (
+    INTERVAL,
+    difference_text,
+    interval_text,
+    law_text,
+    loss_text,
+    unpaired,
+)
 
 _RUN = "run"
 _LOSS = "validation loss"
 _FORM = "{:.4f}"
 _DIGITS = 4
+MINUS = "\N{MINUS SIGN}"
 _SEEDS = {
     False: "± is the sample standard deviation over seeds, and differences are paired by seed.",
     True: "one seed, so how far a loss varies from seed to seed is not known here.",
@@ -66,18 +74,35 @@ def _cells(data: dict[str, Any], series: dict[str, Any]) -> dict[str, str | None
     row, cost = series["row"], series["cost"]
     added, sharp = row["routing_parameters"], row["mean_normalised_max"]
     run = data["runs"][series["run"]]
-    difference = difference_text(row, "{:+.4f}")
+    difference = difference_text(row, "{:+.4f}").replace("-", MINUS)
+    interval = interval_text(row["difference"], "{:+.4f}").replace("-", MINUS)
+    worth = row["speed_up"] or {"by_loss": None, "by_wall_clock": None}
     return {
         "method": series["method"],
         _RUN: run["name"] if len(data["runs"]) > 1 else None,
         _LOSS: loss_text(row, _FORM),
         "at step": f"{series['step']:,}" if len(_steps(data)) > 1 and series["step"] else None,
         "nats per": run["summary"]["unit"] if len(units(data)) > 1 else None,
-        "vs standard": difference.replace("-", "\N{MINUS SIGN}") if difference != "-" else "-",
+        "chosen": _chosen(run, row["method"]),
+        "vs standard": "-" if difference == MINUS else difference,
+        "95% interval": None if interval == MINUS else interval,
+        "speed-up by loss": _times(worth["by_loss"]),
+        "by wall clock": _times(worth["by_wall_clock"]),
         "parameters added": "-" if added is None else f"{added:,}",
         "tokens/s": _speed(cost["tokens_per_second"], cost["relative_speed"]),
         "normalised max weight": "-" if sharp is None else f"{sharp:.3f}",
     }
+
+
+def _times(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}x"
+
+
+def _chosen(run: dict[str, Any], method: str) -> str | None:
+    """The value of a sweep, with its name."""
+    sweep = run["config"].get("sweep", {"methods": {}})
+    value = sweep["methods"].get(method, {}).get("chosen")
+    return None if value is None else f"{sweep['name']} {value}"
 
 
 def _speed(rate: float | None, relative: float | None) -> str:
@@ -120,8 +145,12 @@ def _caption(data: dict[str, Any]) -> str:
 
 def _notes(data: dict[str, Any]) -> list[str]:
     """What a reader of several runs, or of one that went wrong, has to know."""
+    runs, rows = data["runs"], [series["row"] for series in data["series"]]
     notes = []
-    runs = data["runs"]
+    if any(row["difference"] and row["difference"]["interval"] for row in rows):
+        notes.append(INTERVAL)
+    if any(row["speed_up"] for row in rows):
+        notes += sorted({law_text(run["summary"]["law"]) for run in runs})
     if len(runs) > 1 and len({s["group"] for s in data["series"]}) > 1:
         notes.append(
             "Bold is the lowest loss among rows of the same data, tokens, batches and step; other "
@@ -139,6 +168,12 @@ def _notes(data: dict[str, Any]) -> list[str]:
         for series in mine:
             if series["method"] != series["row"]["method"]:
                 notes.append(f"{series['method']} is {series['row']['method']} in {name}.")
+        for method, tuned in run["config"].get("sweep", {}).get("methods", {}).items():
+            if tuned["edge"]:
+                notes.append(
+                    f"{name}: {method} is best at {tuned['chosen']}, the {tuned['edge']} value "
+                    "that was tried, and is not reported."
+                )
         if lost := unpaired([series["row"] for series in mine]):
             notes.append(f"{name}: {lost}" if len(runs) > 1 else lost)
     return notes

@@ -11,6 +11,7 @@ from typing import Any
 from depthroute.diagnostics.record import KINDS
 from depthroute.errors import DepthrouteError
 from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, WHOLE, Leaf, check
+from depthroute.runs import ladder, sweep
 from depthroute.runs.directory import RunDirectory
 from depthroute.runs.summary import summarise
 
@@ -64,13 +65,9 @@ def read_run(path: Path) -> dict[str, Any]:
     """Its name, configuration, records, traces and summary."""
     try:
         _require_files(path)
-        run = RunDirectory(path)
-        config = _complete(run.read_json("config.json"))
-        traces: Any = {"traces": []}
-        if (path / "traces.json").is_file():
-            traces = run.read_json("traces.json")
+        config, records, traces = _read(RunDirectory(path))
+        config = _complete(config)
         _check_traces(traces, list(config["methods"]))
-        records = list(run.records())
         summary = summarise(config, records)
     except RecursionError:
         raise ReportError(f"cannot read the run in {str(path)!r}: nested too deeply") from None
@@ -83,6 +80,36 @@ def read_run(path: Path) -> dict[str, Any]:
         "records": records,
         "traces": traces["traces"],
     }
+
+
+def read_ladder(paths: list[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """The directories of a ladder's sizes and what they are; none where the runs are no ladder."""
+    for path in paths:
+        try:
+            _require_files(path)
+            if RunDirectory(path).read_json("config.json").get("kind") != ladder.KIND:
+                continue
+            rungs = ladder.read_rungs(path)
+        except (OSError, ValueError) as error:
+            raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
+        if len(paths) > 1:
+            raise ReportError(
+                f"{str(path)!r} is a ladder, which has a page of its own; give it alone"
+            )
+        return [(ladder.rung_folder(path, rung["name"]), rung) for rung in rungs]
+    return []
+
+
+def _read(run: RunDirectory) -> tuple[Any, list[dict[str, Any]], Any]:
+    """A sweep is its reported runs, as one comparison."""
+    config = run.read_json("config.json")
+    if config.get("kind") == sweep.KIND:
+        config, records, traces = sweep.read_sweep(run.path)
+        return config, records, {"traces": traces}
+    traces: Any = {"traces": []}
+    if (run.path / "traces.json").is_file():
+        traces = run.read_json("traces.json")
+    return config, list(run.records()), traces
 
 
 def _require_files(path: Path) -> None:

@@ -30,6 +30,8 @@ class Line:
     x: list[float]
     y: list[float]
     spread: list[float | None]
+    mark: float | None = None
+    """The x of a point with a ring around it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class Facet:
     x_bounds: tuple[float, float] | None = None
     """Shared by facets that are read side by side; None fits the lines."""
     has_markers: bool = False
+    x_ticks: dict[float, str] | None = None
+    """Places and their words; None for round numbers."""
+    is_x_logarithmic: bool = False
 
 
 @dataclass
@@ -191,17 +196,13 @@ class _Axes:
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     is_logarithmic: bool
+    is_x_logarithmic: bool
 
     def x(self, value: float) -> float:
-        low, high = self.x_range
-        return self.box[0] + self.box[2] * (value - low) / (high - low)
+        return self.box[0] + self.box[2] * _share(value, self.x_range, self.is_x_logarithmic)
 
     def y(self, value: float) -> float:
-        low, high = self.y_range
-        share = (value - low) / (high - low)
-        if self.is_logarithmic:
-            share = math.log(max(value, low) / low) / math.log(high / low)
-        return self.box[1] + self.box[3] * (1 - share)
+        return self.box[1] + self.box[3] * (1 - _share(value, self.y_range, self.is_logarithmic))
 
     def across(self, y: float, kind: str, color: str) -> str:
         """A line from side to side."""
@@ -209,11 +210,19 @@ class _Axes:
         return f'<path class="{kind}" d="{path}" fill="none" stroke="{color}" stroke-width="1"/>'
 
 
+def _share(value: float, bounds: tuple[float, float], is_logarithmic: bool) -> float:
+    low, high = bounds
+    if is_logarithmic:
+        return math.log(max(value, low) / low) / math.log(high / low)
+    return (value - low) / (high - low)
+
+
 def _facet(
     facet: Facet, left: float, top: float, width: float, height: float, name: str
 ) -> tuple[str, dict[str, Any]]:
     box = x0, y0, w, h = (left + 50, top + 24, width - 58, height - 62)
-    axes = _Axes(box, _x_range(facet), _y_range(facet), facet.logarithmic)
+    scales = (_x_range(facet), _y_range(facet), facet.logarithmic, facet.is_x_logarithmic)
+    axes = _Axes(box, *scales)
     # all bands below all lines: a band over a line would change its colour
     opacity = 0.16 if len(facet.lines) < 4 else 0.09
     parts = [
@@ -232,6 +241,7 @@ def _facet(
         "x_kind": facet.x_kind,
         "box": [round(v, 1) for v in box],
         "x_range": list(axes.x_range),
+        "is_x_logarithmic": facet.is_x_logarithmic,
         "lines": [
             {"series": n.style.number, "x": n.x, "y": n.y, "spread": n.spread} for n in facet.lines
         ],
@@ -251,8 +261,10 @@ def _scales(facet: Facet, axes: _Axes) -> list[str]:
     if facet.has_zero_line and low < 0 < high:
         parts.append(axes.across(axes.y(0), "zero", FAINT))
     parts.append(axes.across(y0 + h, "axis", FAINT))
+    for place, words in (facet.x_ticks or {}).items():
+        parts.append(text(axes.x(place), y0 + h + 16, words, anchor="middle"))
     is_counted = facet.x_kind == "tokens"
-    for tick in nice_ticks(*axes.x_range, max(2, int(w / 62))):
+    for tick in [] if facet.x_ticks else nice_ticks(*axes.x_range, max(2, int(w / 62))):
         if is_counted or tick == round(tick):  # there is no layer 1.5
             words = count_text(tick) if is_counted else tick_text(tick)
             parts.append(text(axes.x(tick), y0 + h + 16, words, anchor="middle"))
@@ -262,6 +274,9 @@ def _scales(facet: Facet, axes: _Axes) -> list[str]:
 def _x_range(facet: Facet) -> tuple[float, float]:
     values = [x for line in facet.lines for x in line.x] or [0.0, 1.0]
     low, high = facet.x_bounds or (min(values), max(values))
+    if facet.is_x_logarithmic:
+        margin = max(1.3, (high / low) ** 0.09)  # room for the words at the ends
+        return low / margin, high * margin
     if high > low:
         return low, high
     return (0.0, high) if high > 0 else (low, low + 1)  # a single point: from zero to it
@@ -306,6 +321,12 @@ def _line(line: Line, axes: _Axes, has_markers: bool) -> str:
         marks = (
             f'<path class="c{style.number}" d="{dots}" fill="none" stroke="{style.color}" '
             'stroke-width="5" stroke-linecap="round"/>'
+        )
+    if line.mark in line.x:
+        place = points[line.x.index(line.mark)].split()
+        marks += (
+            f'<circle class="c{style.number}" cx="{place[0]}" cy="{place[1]}" r="6.5" fill="none" '
+            f'stroke="{style.color}" stroke-width="1.8"/>'
         )
     width = 1.8 if len(points) <= 64 else 1.2
     drawn = _stroke(style, "M" + "L".join(points), width) if points else ""

@@ -8,6 +8,7 @@ multiplier, add*, twice. An :class:`Architecture` names those parts; the forward
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -238,3 +239,36 @@ def architecture_for(config: Any) -> Architecture:
             f"{', '.join(sorted(ARCHITECTURES))}. docs/conversion.md shows how to add one"
         )
     return ARCHITECTURES[model_type]
+
+
+OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
+"""Inside an attention or an MLP, what families call the projection that writes into the stream."""
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    layers: Any = getattr(model.base_model, architecture_for(model.config).layers)
+    return list(layers._modules.values())
+
+
+def output_projections(model: Any) -> list[nn.Parameter]:
+    """The weights that write into the stream: of every attention, MLP and expert."""
+    spec = architecture_for(model.config)
+    return [
+        parameter
+        for layer in decoder_layers(model)
+        for sublayer in (spec.attention, spec.mlp)
+        for name, parameter in getattr(layer, sublayer.module).named_parameters()
+        if parameter.ndim > 1 and set(name.split(".")) & set(OUTPUT_PROJECTIONS)
+    ]
+
+
+@torch.no_grad()
+def initialise_outputs(model: Any, *, is_zero: bool) -> None:
+    """Of a model from scratch: zero, or drawn anew so that all layers together add as much as one
+    would with ``initializer_range``."""
+    for weight in output_projections(model):
+        if is_zero:
+            weight.zero_()
+        else:
+            depth = 2 * model.config.num_hidden_layers
+            weight.normal_(std=model.config.initializer_range / math.sqrt(depth))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from depthroute.errors import unknown
-from depthroute.models.architecture import architecture_for
+from depthroute.models.architecture import decoder_layers
 from depthroute.parallel.world import World
 
 MODES = ("ddp", "fsdp")
@@ -48,11 +48,6 @@ def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
-def decoder_layers(model: Any) -> list[nn.Module]:
-    spec = architecture_for(model.config)
-    return list(getattr(model.base_model, spec.layers)._modules.values())
 
 
 def unwrapped(model: Any) -> Any:

@@ -333,12 +333,22 @@ def _moments(trainer: Trainee, folder: Path) -> dict[Tensor, dict[str, Tensor]]:
             _must_fit(key, value, parameter)
         # the step counter is a scalar and stays where fused AdamW wants it, with its parameter
         moments.setdefault(parameter, {})[moment] = value.to(parameter.device)
-    whole = set().union(*moments.values())
-    for name, parameter in parameters.items():
-        missing = whole - moments[parameter].keys() if parameter in moments else ()
-        if missing:
-            raise KeyError(f"{name}/{min(missing)} is missing from the optimiser's state")
+    names = {parameter: name for name, parameter in parameters.items()}
+    for kind in _kinds(trainer.optimizer):
+        mine = [parameter for parameter in kind if parameter in moments]
+        whole = set().union(*(moments[parameter] for parameter in mine))
+        for parameter in mine:
+            if missing := whole - moments[parameter].keys():
+                name = names[parameter]
+                raise KeyError(f"{name}/{min(missing)} is missing from the optimiser's state")
     return moments
+
+
+def _kinds(optimizer: Any) -> list[list[Tensor]]:
+    """Parameters by what is kept of them: momentum alone by Muon, more by AdamW."""
+    groups = optimizer.param_groups
+    kinds = [[g for g in groups if ("momentum" in g) == is_muon] for is_muon in (False, True)]
+    return [[p for group in kind for p in group["params"]] for kind in kinds]
 
 
 def _must_fit(name: str, saved: Tensor, tensor: Tensor) -> None:

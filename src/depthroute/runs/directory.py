@@ -13,10 +13,11 @@ from depthroute import files
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.runs import records
 
-
 _SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "data")
 MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
 """Training settings that a resumed run may set anew: none of them changes a step that is taken."""
+_BEFORE = {"optimizer": "adamw", "output_init": "default"}
+"""Training settings that came later, and what runs had before them."""
 
 
 class RunError(DepthrouteError):
@@ -199,7 +200,7 @@ def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
     for name in _SAME:
         if old.get(name) != new.get(name):
             raise _other_run(run.path, name, old.get(name), new.get(name))
-    old, new = old["train"], new["train"]
+    old, new = _BEFORE | old["train"], new["train"]
     for setting in sorted({*old, *new} - set(MAY_CHANGE)):
         if old.get(setting) != new.get(setting):
             raise _other_run(run.path, f"train.{setting}", old.get(setting), new.get(setting))

@@ -17,6 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from depthroute.methods import BASELINE
+from depthroute.runs.ladder import TREND
 
 _NONE = "-"
 
@@ -93,6 +94,82 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     for row in summary["rows"]:
         table.add_row(row["method"], *_cells(row, is_timed))
     return table
+
+
+def sweep_table(summary: dict[str, Any]) -> Table:
+    """What each method chose, and what its difference to standard is worth."""
+    sweep, law = summary["sweep"], summary["law"]
+    table = Table(
+        title=f"{sweep['name']} chosen for each method on seeds that are not reported",
+        caption=f"{INTERVAL} {law_text(law)}",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("\nmethod", no_wrap=True)
+    headers = (f"best\n{sweep['name']}", "vs\nstandard", "95%\ninterval", "speed-up\nby loss")
+    for header in (*headers, "by wall\nclock"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in summary["rows"]:
+        chosen = sweep["methods"].get(row["method"], {}).get("chosen")
+        worth = row["speed_up"] or {"by_loss": None, "by_wall_clock": None}
+        table.add_row(
+            row["method"],
+            _NONE if chosen is None else str(chosen),
+            difference_text(row, "{:+.3f}"),
+            interval_text(row["difference"], "{:+.3f}"),
+            *(_NONE if value is None else f"{value:.2f}x" for value in worth.values()),
+        )
+    return table
+
+
+def ladder_table(ladder: dict[str, Any]) -> Table:
+    """One row a method and size."""
+    table = Table(
+        title="Several sizes",
+        caption=f"{INTERVAL} {law_text(ladder['law'])} {TREND} last column.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("\nmethod", no_wrap=True)
+    headers = ("\nsize", "\nloss", "95% interval of\nvs standard", "speed-up\nby loss")
+    for header in (*headers, "by wall\nclock", "per ten-\nfold"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for label, method in ladder["methods"].items():
+        for number, point in enumerate(method["points"]):
+            worth = point["speed_up"] or {"by_loss": None, "by_wall_clock": None}
+            trend = method["trend"] if number == 0 else None
+            table.add_row(
+                "" if number else label,
+                point["rung"],
+                f"{point['loss']['mean']:.3f}",
+                interval_text(point["difference"], "{:+.3f}"),
+                *(_NONE if value is None else f"{value:.2f}x" for value in worth.values()),
+                "" if number else _NONE if trend is None else f"{trend:.2f}x",
+            )
+    return table
+
+
+INTERVAL = (
+    "The interval is that of the mean paired difference by Student's t over the seeds, at 95%."
+)
+
+
+def interval_text(statistics: dict[str, Any] | None, form: str) -> str:
+    if statistics is None or statistics["interval"] is None:
+        return _NONE
+    return " to ".join(form.format(end) for end in statistics["interval"])
+
+
+def law_text(law: dict[str, Any] | None) -> str:
+    """How a difference was turned into a speed-up."""
+    if law is None:
+        return "Losses per byte have no published law, so no speed-up is computed from them."
+    return (
+        f"Speed-up by loss: ((standard - L)/(loss - L))^(1/a) with L = {law['floor']:.3g} and a = "
+        f"{law['exponent']:.3g}, {law['source']}; by wall clock: times the ratio of tokens/s."
+    )
 
 
 def given_time(summary: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ def devices() -> list[dict[str, Any]]:
     return devices
 
 
-def resident_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def resident_tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
     """What stays in memory between steps: parameters, buffers and the optimiser's state."""
     yield from model.parameters()
     yield from model.buffers()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from depthroute.json_shape import NUMBER, TEXT, TIME, WHOLE, check
+from depthroute.json_shape import NUMBER, SCALAR, TEXT, TIME, WHOLE, check
 
 _FIELDS = {
     **dict.fromkeys(("event", "method"), TEXT),
     **dict.fromkeys(("seed", "step", "round", "lines", "tokens", "signal"), WHOLE),
-    **dict.fromkeys(("parameters", "routing_parameters"), WHOLE),
+    **dict.fromkeys(("parameters", "routing_parameters", "batch_crc32"), WHOLE),
     "loss": NUMBER,
     "seconds": TIME,
     "mean_normalised_max": NUMBER.or_null(),
@@ -22,7 +22,13 @@ _NEEDED = {
     "start": {"seed", "method"},
     "routing": {"method", "mean_normalised_max"},
 }
-_MORE = {"pace": {"steps": {"*": WHOLE}}}
+_MORE = {
+    "pace": {"steps": {"*": WHOLE}},
+    "speed": {"tokens_per_second": {"*": TIME}},
+    "value": {"method": TEXT, "value": SCALAR},
+    "end": {"method": TEXT, "value": SCALAR},
+}
+"""All but the first are a sweep's: speeds, values that were tried, and those at an end."""
 
 
 def _shape(event: str) -> dict[str, Any]:

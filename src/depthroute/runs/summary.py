@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from depthroute.json_shape import is_finite
 from depthroute.methods import BASELINE
 from depthroute.runs.directory import RunError
-from depthroute.json_shape import is_finite
+from depthroute.runs.inference import Law, interval, law_for
 
 Records = list[dict[str, Any]]
 
@@ -20,6 +22,7 @@ def summarise(
 
     Only seeds whose methods were all validated at the same step are compared, so an interrupted
     run never sets a half-trained model beside a trained one. It is the latest such step, or ``at``.
+    Methods that differ in more than their routing are refused.
     """
     by_event: dict[str, Records] = {}
     last: dict[str, Any] = {"event": None}
@@ -27,12 +30,15 @@ def summarise(
         _refuse_foreign(last, config)
         by_event.setdefault(last["event"], []).append(last)
     labels = list(config["methods"])
+    base, order = _base_parameters(by_event.get("start", [])), _data_order(by_event.get("step", []))
     validations, stopped = (by_event.get(name, []) for name in ("validation", "diverged"))
     by_event["diverged"] = stopped + _not_finite(validations, stopped)
     places = comparable_places(labels, validations, by_event["diverged"])
     step = max(places, default=0) if at is None else at
     losses = places.get(step, {})
     rows = [_row(label, losses, by_event) for label in labels]
+    law = law_for(unit_of(config["data"]))
+    value(rows, law)
     asked = [(label, seed) for label in labels for seed in config["seeds"]]
     steps = dict.fromkeys(labels, config["train"]["steps"])
     for record in by_event.get("pace", []):
@@ -51,6 +57,9 @@ def summarise(
         "data": config["data"].get("validation") or config["data"]["name"],
         "unit": unit_of(config["data"]),
         "baselines": config["data"]["baselines"],
+        "base_parameters": base,
+        "data_order": order,
+        "law": None if law is None else law.to_dict(),
         "rows": rows,
     }
 
@@ -71,6 +80,57 @@ def _refuse_foreign(record: dict[str, Any], config: dict[str, Any]) -> None:
                 f"metrics.jsonl has {name} {record[name]!r} and config.json only "
                 f"{', '.join(map(repr, known))}: they are not of one run"
             )
+
+
+def _base_parameters(starts: Records) -> int | None:
+    """Without the routing: the same for all methods, or they cannot be compared."""
+    counts = {
+        (r["method"], r["parameters"] - r["routing_parameters"])
+        for r in starts
+        if "parameters" in r and "routing_parameters" in r
+    }
+    if len({count for _, count in counts}) > 1:
+        words = ", ".join(f"{label} {count:,}" for label, count in sorted(counts))
+        raise RunError(
+            f"methods differ in parameters without their routing ({words}), so their losses cannot "
+            "be compared; run them with one model shape"
+        )
+    return next((count for _, count in counts), None)
+
+
+def _data_order(steps: Records) -> dict[str, str]:
+    """By seed, a hash of the batches and their order, which all methods were given."""
+    orders: dict[int, dict[int, tuple[int, int]]] = {}
+    for record in steps:
+        if "batch_crc32" not in record:
+            continue
+        batch = (record["batch_crc32"], record["tokens"])
+        known = orders.setdefault(record["seed"], {}).setdefault(record["step"], batch)
+        if known != batch:
+            raise RunError(
+                f"{record['method']} had another batch than the methods before it at step "
+                f"{record['step']} of seed {record['seed']} (checksum and tokens {batch}, not "
+                f"{known}), so their losses cannot be compared; train them on the same data"
+            )
+    return {
+        str(seed): hashlib.sha256(repr(sorted(order.items())).encode()).hexdigest()[:16]
+        for seed, order in sorted(orders.items())
+    }
+
+
+def value(rows: Records, law: Law | None) -> None:
+    """What each row's loss is worth: the training that standard would need for it, over its own,
+    in tokens and in time."""
+    for row in rows:
+        row["speed_up"] = None
+        if law is None or row["difference"] is None or row["diverged"]:
+            continue
+        paired, losses = row["difference"]["by_seed"], row["validation_loss"]["by_seed"]
+        loss = statistics.fmean(losses[seed] for seed in paired)
+        by_loss, speed = law.speed_up(loss - row["difference"]["mean"], loss), row["relative_speed"]
+        if by_loss is not None:
+            by_time = None if speed is None else by_loss * speed
+            row["speed_up"] = {"by_loss": by_loss, "by_wall_clock": by_time}
 
 
 def comparable_places(
@@ -113,9 +173,11 @@ def _row(
     mine = {event: [r for r in rs if r.get("method") == label] for event, rs in by_event.items()}
     steps = [r for r in mine.get("step", []) if r["seed"] in losses]
     start = (mine.get("start") or [{}])[-1]
-    rate = _median_rate(mine.get("step", []))
     standard = [r for r in by_event.get("step", []) if r["method"] == BASELINE]
-    baseline, num_seeds = _median_rate(standard), max(1, len(losses))
+    rate, baseline = _median_rate(mine.get("step", [])), _median_rate(standard)
+    for record in by_event.get("speed", []):  # of methods run apart, measured side by side
+        rate, baseline = (record["tokens_per_second"].get(name) for name in (label, BASELINE))
+    num_seeds = max(1, len(losses))
     return {
         "method": label,
         "validation_loss": _statistics(_of_method(label, losses)),
@@ -154,13 +216,14 @@ def _mean_sharpness(looks: Records) -> float | None:
 
 
 def _statistics(values: dict[int, float]) -> dict[str, Any] | None:
-    """Mean and sample standard deviation over seeds; one seed has no spread."""
+    """Mean, sample standard deviation and confidence interval over seeds; one seed has neither."""
     if not values:
         return None
     numbers = list(values.values())
     spread = statistics.stdev(numbers) if len(numbers) > 1 else None
     by_seed = {str(seed): value for seed, value in values.items()}
-    return {"mean": statistics.fmean(numbers), "spread": spread, "by_seed": by_seed}
+    mean = statistics.fmean(numbers)
+    return {"mean": mean, "spread": spread, "interval": interval(numbers), "by_seed": by_seed}
 
 
 def _seconds(steps: Records) -> float:

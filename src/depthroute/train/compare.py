@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from depthroute.presets import Preset
 from depthroute.runs import environment
 from depthroute.runs.directory import RunDirectory, RunError, refuse_another
 from depthroute.runs.summary import summarise
-from depthroute.train.loop import Experiment, Interrupted, Look, Progress
+from depthroute.train.loop import Experiment, Interrupted, Look, Progress, share_start
 from depthroute.train.pace import EQUAL
 from depthroute.train.settings import TrainSettings
 
@@ -38,6 +39,11 @@ class Comparison:
     """What every method is given the same of: ``tokens``, or ``time`` to train."""
     about_data: dict[str, Any] | None = None
     """What ``config.json`` says of the data; left out, that they are bytes."""
+    tokens: Path | None = None
+    """The folder that the data are read from; None is the standard library."""
+    is_part: bool = False
+    """One of several runs that are compared: a method starts from standard's weights even where
+    that is trained elsewhere."""
 
     def __post_init__(self) -> None:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
@@ -88,12 +94,7 @@ def run_comparison(
     config = _configure(comparison, run, is_resumed)
     experiment = Experiment(
         {
-            label: partial(
-                presets.build,
-                comparison.preset,
-                RoutingConfig.from_dict(routing),
-                device=comparison.device,
-            )
+            label: partial(build, comparison, RoutingConfig.from_dict(routing))
             for label, routing in config["methods"].items()
         },
         comparison.settings,
@@ -120,6 +121,23 @@ def run_comparison(
     if summary["is_complete"]:  # and on disk; only now are its checkpoints of no more use
         experiment.checkpoints.remove()
     return summary
+
+
+def build(comparison: Comparison, routing: RoutingConfig) -> Any:
+    """The model of one method, which starts from the same weights however many are built."""
+    make = partial(
+        presets.build,
+        comparison.preset,
+        device=comparison.device,
+        output_init=comparison.settings.output_init,
+    )
+    if not comparison.is_part:
+        return make(routing)
+    standard = make(RoutingConfig("standard"))
+    torch.manual_seed(torch.initial_seed())
+    model = make(routing)
+    share_start(standard, model, routing.name)
+    return model
 
 
 def _look(experiment: Experiment, look: Look | None, note: Callable[[str], None]) -> None:
@@ -162,8 +180,13 @@ def _configure(comparison: Comparison, run: RunDirectory, is_resumed: bool) -> d
     config = comparison.config()
     if is_resumed:
         return refuse_another(run, config)
-    size = comparison.preset.model["vocab_size"]
-    validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
-    config["data"] |= {"baselines": ngram_losses(comparison.data, validation, size)}
+    if "baselines" not in config["data"]:
+        config["data"] |= {"baselines": baselines(comparison)}
     run.write_json("config.json", config)
     return config
+
+
+def baselines(comparison: Comparison) -> dict[str, float]:
+    size = comparison.preset.model["vocab_size"]
+    validation = comparison.data.validation_batches(comparison.settings.validation_sequences)
+    return ngram_losses(comparison.data, validation, size)

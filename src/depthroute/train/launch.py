@@ -120,7 +120,7 @@ def train(
         check_length(settings, fitted.model.get("max_position_embeddings"))
 
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
-            return presets.build(fitted, device=device)
+            return presets.build(fitted, device=device, output_init=settings.output_init)
 
         return _Job("train", {"preset": fitted.to_dict()}, fitted.routing, settings, build)
 
@@ -138,6 +138,11 @@ def finetune(
     """A converted checkpoint; ``tolerance`` bounds how far its logits may be from the base's."""
     changes = FINETUNING_ROUTING | request.changes
     settings = _ten_looks(from_recipe(FINETUNING, changes, "fine-tuning"))
+    if settings.output_init != TrainSettings.output_init:
+        raise ConfigError(
+            f"--set output_init={settings.output_init} is how a model from scratch starts, and "
+            "fine-tuning starts from a checkpoint; leave it out"
+        )
     # what cannot be converted is refused before a corpus is tokenised for it
     config = converted_config(plain_config(base), routing)
     plan = plan_for(config, config.routing_config())
@@ -173,6 +178,11 @@ def _launch(
     settings: TrainSettings,
 ) -> dict[str, Any]:
     check_choice("--parallel", request.parallel, MODES)
+    if request.parallel == "fsdp" and settings.optimizer == "muon":
+        raise ConfigError(
+            "--set optimizer=muon orthogonalises whole matrices, and --parallel fsdp shards "
+            "them; use --parallel ddp, or optimizer=adamw"
+        )
     with joined(choose_device(request.device)) as world:
         if request.parallel != MODES[0] and world.size == 1:
             raise ConfigError(

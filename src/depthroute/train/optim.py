@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
+from depthroute.errors import ConfigError
+from depthroute.models.architecture import decoder_layers
 from depthroute.models.convert import parameter_groups
 from depthroute.train.settings import TrainSettings
+
+Group = dict[str, Any]
+"""Parameters and how they are trained, as optimisers take it."""
 
 
 def cosine(step: int, *, steps: int, warmup: int, floor: float) -> float:
@@ -37,8 +42,30 @@ def rate_factor(step: int, settings: TrainSettings, floor: float | None = None) 
     return wsd(step, steps=steps, warmup=warmup, decay=decay, floor=floor)
 
 
-def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW with its own group and rate for the routing; fused where torch has the kernel."""
+class MuonAndAdamW:
+    """Muon for the matrices of the layers and AdamW for everything else, as one optimiser.
+
+    Each parameter is in a group of exactly one of the two, and its state under its own key, so
+    whoever saves, clears or counts the state need not know of two. Muon's step makes a Python
+    number of the rate: it is never part of a compiled or captured graph.
+    """
+
+    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
+        self.parts = (adamw, muon)
+        self.state = muon.state = adamw.state
+        self.param_groups = [*adamw.param_groups, *muon.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+
+def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW | MuonAndAdamW:
+    """With its own group and rate for the routing; AdamW is fused where torch has the kernel."""
     groups = parameter_groups(
         model, settings.lr, settings.routing_lr, weight_decay=settings.weight_decay
     )
@@ -48,9 +75,39 @@ def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW:
         if group["name"] == "routing" and settings.routing_min_lr is not None:
             group["floor"] = settings.routing_min_lr / settings.routing_peak
     is_fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=is_fused)
+    rest, matrices = groups, None
+    if settings.optimizer == "muon":
+        rest, matrices = _apart(groups, model)
+    adamw = torch.optim.AdamW(rest, lr=settings.lr, betas=settings.betas, fused=is_fused)
+    if matrices is None:
+        return adamw
+    muon = torch.optim.Muon([matrices], lr=settings.lr, adjust_lr_fn="match_rms_adamw")
+    return MuonAndAdamW(adamw, muon)
 
 
-def set_rates(optimizer: torch.optim.Optimizer, step: int, settings: TrainSettings) -> None:
+def _apart(groups: list[Group], model: Any) -> tuple[list[Group], Group]:
+    """All groups without the matrices of the layers, and those as a group."""
+    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters() if p.ndim == 2}
+    rest, matrices = [], None
+    for group in groups:
+        parameters = group["params"]
+        others = [p for p in parameters if group["name"] != "decay" or id(p) not in inside]
+        if len(others) < len(parameters):
+            kept = {id(p) for p in others}
+            mine = [p for p in parameters if id(p) not in kept]
+            matrices = group | {"name": "matrices", "params": mine}
+        if others:
+            rest.append(group | {"params": others})
+    if matrices is None:
+        raise ConfigError(
+            "train.optimizer='muon' is for the matrices of the layers, and none of them is "
+            "trained; use adamw"
+        )
+    return rest, matrices
+
+
+def set_rates(
+    optimizer: torch.optim.Optimizer | MuonAndAdamW, step: int, settings: TrainSettings
+) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * rate_factor(step, settings, group["floor"])

@@ -65,7 +65,8 @@ def comparison(
         unit = "byte" if index["tokenizer"]["name"] == "bytes" else "token"
         about = sources.describe(index) | {"unit": unit}
         data = open_tokens(tokens.folder, settings)
-        return Comparison(fitted, parsed, seeds, settings, data, where, equal, about)
+        folder = tokens.folder
+        return Comparison(fitted, parsed, seeds, settings, data, where, equal, about, folder)
     if chosen.model["vocab_size"] != batches.VOCABULARY or settings.document_masking:
         raise ConfigError(
             f"preset {preset!r} with these settings needs text of its own; give it with --data"

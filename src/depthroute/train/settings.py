@@ -15,8 +15,9 @@ from depthroute.checks import (
     is_finite,
 )
 from depthroute.errors import ConfigError
-from depthroute.presets import Preset, Recipe
+from depthroute.presets import OUTPUT_INITS, Preset, Recipe
 
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("fp32", "bf16")
 POLICIES = ("stop", "skip")
@@ -56,10 +57,16 @@ class TrainSettings:
     schedule: str = "cosine"
     decay_fraction: float = 0.2
     """wsd only: the last part of the run that decays."""
+    optimizer: str = "adamw"
+    """muon: Muon for the matrices of the layers, with updates as large as AdamW's, so that one
+    rate serves both; AdamW for embeddings, head, norms, biases and routing."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     weight_decay: float = 0.1
     clip: float = 1.0
     """Largest gradient norm."""
+    output_init: str = "default"
+    """From scratch: how the projections that write into the stream start, see OUTPUT_INITS."""
     validate_every: int | None = None
     """Steps between validations; the end of the run is always validated."""
     validation_sequences: int = 256
@@ -107,6 +114,7 @@ class TrainSettings:
                 f"{self.steps} to train at the full rate; use fewer than {self.steps}"
             )
         choices = {"schedule": SCHEDULES, "precision": PRECISIONS, "on_bad_step": POLICIES}
+        choices |= {"optimizer": OPTIMIZERS, "output_init": OUTPUT_INITS}
         for name, allowed in choices.items():
             check_choice(f"train.{name}", getattr(self, name), allowed)
         for name in _SWITCHES:
