@@ -35,6 +35,8 @@ class Settings:
     layers: int | None = None
     vocab_size: int | None = None
     eager: bool = False
+    whole: bool = False
+    """One graph of the model instead of those that its layers share."""
     device: str = "cuda"
     dtype: str = "bfloat16"
 
@@ -67,7 +69,11 @@ class StepRunner:
                 parameter.add_(0.02 * torch.randn_like(parameter))
         shape = settings.batch_size, settings.sequence_length
         training = TrainSettings(
-            1, *shape, lr=1e-4, min_lr=1e-4, compile=None if settings.eager else "inductor"
+            *(1, *shape),
+            lr=1e-4,
+            min_lr=1e-4,
+            compile=None if settings.eager else "inductor",
+            compile_scope="whole" if settings.whole else "regions",
         )
         self.trainer = trainer.Trainer(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
@@ -116,10 +122,11 @@ class StepRunner:
 
 
 def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
-    """Graphs graphs in and missing from the disk caches by this process."""
+    """Graphs that this process has traced, and found in and missed from the disk caches."""
     from torch._dynamo.utils import counters
 
     graphs = {
+        "graphs": counters["stats"]["unique_graphs"],
         "hits": counters["inductor"]["fxgraph_cache_hit"]
         + counters["aot_autograd"]["autograd_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"]
@@ -200,5 +207,5 @@ def line(row: dict[str, Any]) -> str:
         text += f"  {row['peak_gb']:.2f} GB"
         if "relative_memory" in row:
             text += f" ({100 * row['relative_memory']:+.1f}%)"
-    hits, misses = row["compiler_caches"]["hits"], row["compiler_caches"]["misses"]
-    return f"{text}  warm-up {row['warmup_s']:.1f} s (caches: {hits} hit, {misses} missed)"
+    counts = "{graphs} graphs; caches: {hits} hit, {misses} missed".format(**row["compiler_caches"])
+    return f"{text}  warm-up {row['warmup_s']:.1f} s ({counts})"

@@ -116,6 +116,10 @@ class StepOptions:
         int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
     ] = 8
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Compile the model as one graph, not what its layers share."),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,8 @@ class ModelOptions:
             raise ConfigError(
                 f"--sequence-length {length} is above the {longest} positions of {self.preset}"
             )
+        if options.eager and options.whole:
+            raise ConfigError("--whole says what is compiled and --eager that nothing is; give one")
         dtype = self.dtype or ("bfloat16" if where.type == "cuda" else "float32")
         if dtype not in ("float32", "bfloat16"):
             raise unknown("--dtype", dtype, ["float32", "bfloat16"])
@@ -161,6 +167,7 @@ class ModelOptions:
             layers=self.layers,
             vocab_size=self.vocab_size,
             eager=options.eager,
+            whole=options.whole,
             device=str(where),
             dtype=dtype,
         )
