@@ -25,6 +25,7 @@ from depthroute.train.settings import TrainSettings
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
 RECOMPILE_LIMIT = 64
+COMPILER = "inductor"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class StepRunner:
             *(1, *shape),
             lr=1e-4,
             min_lr=1e-4,
-            compile=None if settings.eager else "inductor",
+            compile=None if settings.eager else COMPILER,
             compile_scope="whole" if settings.whole else "regions",
         )
         self.trainer = trainer.Trainer(self.model, training)
@@ -185,7 +186,9 @@ def run(
 
 
 def finish(row: dict[str, Any], record: Record, profile: turns.Profile | None = None) -> None:
-    """Saved, then said."""
+    """Saved, then said, with the seconds of a cold first step where they were taken."""
+    if row["method"] in record.values.get("cold", {}):
+        row["cold_s"] = record.values["cold"][row["method"]]
     record.add(row)
     if "error" in row:
         record.fail(f"{row['method']}: {row['error']}")
@@ -207,5 +210,7 @@ def line(row: dict[str, Any]) -> str:
         text += f"  {row['peak_gb']:.2f} GB"
         if "relative_memory" in row:
             text += f" ({100 * row['relative_memory']:+.1f}%)"
+    if row.get("cold_s") is not None:
+        text += f"  cold {row['cold_s']:.1f} s"
     counts = "{graphs} graphs; caches: {hits} hit, {misses} missed".format(**row["compiler_caches"])
     return f"{text}  warm-up {row['warmup_s']:.1f} s ({counts})"

@@ -27,7 +27,7 @@ TOKENS_PER_STEP = 16_384
 OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
 STEP_COLUMNS = (
     "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second peak_gb "
-    "relative_memory warmup_s error"
+    "relative_memory cold_s warmup_s error"
 )
 HEADINGS = {
     "budget": ("error", "x{:.2f}"),
@@ -47,6 +47,7 @@ HEADINGS = {
     "relative_time": ("time", "{:+.1%}"),
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "cache_bytes": ("cache bytes", "{:,}"),
+    "cold_s": ("cold s", "{:.1f}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
     "reason": ("", "{}"),
     "error": ("", "{}"),
