@@ -160,6 +160,13 @@ def step(
     model: ModelOptions,
     options: StepOptions,
     precompile: Precompile = 0,
+    cold: Annotated[
+        bool,
+        typer.Option(
+            "--cold",
+            help="Also the first step of every method in a process of its own, caches empty.",
+        ),
+    ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Also where the time goes, and the GPU's idle time.")
     ] = False,
@@ -172,6 +179,9 @@ def step(
 
     def compile_first(record: Record, settings: Any, labels: list[str]) -> None:
         record.values["machine"]["command"] = ["python", "-m", "bench", *sys.argv[1:]]
+        if cold:
+            firsts = compiling.steps(settings.to_dict(), labels, 1, record.say, is_cold=True)
+            record.values["cold"] = {first["what"]: first.get("seconds") for first in firsts}
         if precompile > 0 and not settings.eager:
             use_own_caches()
             record.values["precompiled"] = compiling.steps(

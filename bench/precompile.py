@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,12 @@ from depthroute.bench.operators import num_tokens
 from depthroute.bench.record import Say, one_line
 from depthroute.bench.step import Settings, StepRunner, cache_counts
 from depthroute.config import RoutingConfig
-from depthroute.train.compiler import use_own_caches, why_it_failed
+from depthroute.train.compiler import (
+    CACHE_VARIABLE,
+    source_hash,
+    use_own_caches,
+    why_it_failed,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SWITCHES = ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE")
@@ -37,13 +43,20 @@ COMPILE_TOKENS, FOR_ANY_TOKENS = 256, ("depthroute", "fla", "fla-level-0", "lige
 
 
 def steps(
-    settings: dict[str, Any], methods: Sequence[str], num_processes: int, say: Say
+    settings: dict[str, Any],
+    methods: Sequence[str],
+    num_processes: int,
+    say: Say,
+    *,
+    is_cold: bool = False,
 ) -> list[dict[str, Any]]:
-    """One forward and backward of every method, ``num_processes`` at a time.
+    """The first step of every method, ``num_processes`` at a time.
 
-    Each holds its own model and activations: that many have to fit the device together.
+    Each holds its own model and activations: that many have to fit the device together. If
+    ``is_cold``, each begins with empty caches, which nobody else finds.
     """
-    tasks = [{"kind": "step", "settings": settings, "method": method} for method in methods]
+    task = {"kind": "step", "settings": settings, "is_cold": is_cold}
+    tasks = [task | {"method": method} for method in methods]
     return _in_parallel(tasks, list(methods), num_processes, say)
 
 
@@ -125,13 +138,17 @@ def _in_process(
     paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
-        process = subprocess.run(
-            [sys.executable, "-m", "bench.precompile", json.dumps(task)],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=seconds,
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            if task.get("is_cold"):
+                caches = Path(folder) / source_hash()
+                environment |= {CACHE_VARIABLE: str(caches), "TRITON_CACHE_DIR": str(caches / "t")}
+            process = subprocess.run(
+                [sys.executable, "-m", "bench.precompile", json.dumps(task)],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=seconds,
+            )
     except subprocess.TimeoutExpired:
         say(
             f"precompiling {label} was ended after {seconds:.0f} s; the rest compiles when measured"

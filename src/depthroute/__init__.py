@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         revert,
     )
     from depthroute.models.loading import from_pretrained
+    from depthroute.models.model import compile_regions
     from depthroute.models.reference import load_reference
     from depthroute.plan import Plan
 
@@ -42,6 +43,7 @@ _LAZY = {
     "Trace": "depthroute.diagnostics.trace",
     "IdentityError": "depthroute.models.convert",
     "IdentityReport": "depthroute.models.convert",
+    "compile_regions": "depthroute.models.model",
     "convert": "depthroute.models.convert",
     "from_config": "depthroute.models.convert",
     "from_pretrained": "depthroute.models.loading",

@@ -8,7 +8,8 @@ here?" has one answer; :mod:`depthroute.schedule` works it out. ``print(plan)`` 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from depthroute.methods import METHODS, SITE_SIZES
 
@@ -167,6 +168,25 @@ class Plan(Resolved):
     """One for each sublayer, and the end."""
     depth: tuple[DepthRow, ...] = field(repr=False)
     """One for each layer."""
+
+    def window(self, index: int, count: int) -> Plan:
+        """The plan of ``count`` sublayers from ``index`` on and of the place after them, with
+        indices and names of its own: equal wherever the same happens."""
+        made = self._windows.get((index, count))
+        if made is None:
+            rows, names = self.places[index : index + count + 1], [*self.sublayers, FINAL]
+            places = tuple(
+                replace(row, index=i, name=names[i % len(names)], source_names=())
+                for i, row in enumerate(rows)
+            )
+            layers = count // len(self.sublayers)
+            made = replace(self, num_layers=layers, loops=1, places=places, depth=())
+            self._windows[index, count] = made
+        return made
+
+    @cached_property
+    def _windows(self) -> dict[tuple[int, int], Plan]:
+        return {}
 
     def site_names(self) -> dict[int, str]:
         """Index to name of every place that owns parameters, in the order they are read."""

@@ -2,13 +2,16 @@
 
 import io
 import json
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import __main__ as developers
-from bench import kernels
+from bench import kernels, precompile
 from depthroute import ops
 from depthroute.bench import accuracy, decode, generate, operators, step, timing, turns
 from depthroute.cli import bench as cli_bench
@@ -109,6 +112,40 @@ def test_a_step_is_measured_relative_to_standard(bench, tmp_path):
     assert routed["ran"]["depth_mix, torch"] > 0 and rows["standard"]["ran"] == {}
     assert routed["breakdown"]["by_category_ms"]["depthroute"] > 0
     assert "depthroute" not in rows["standard"]["breakdown"]["by_category_ms"]
+
+
+def test_the_first_step_is_also_taken_cold(bench, monkeypatch):
+    folders = []
+
+    def run(command, *, env, **options):
+        folders.append((env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"]))
+        return subprocess.CompletedProcess(command, 0, '{"seconds": 12.5}', "")
+
+    processes = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(precompile, "subprocess", processes)
+    status, out, err = bench("step", *SHORT, "--methods", "standard,delta", "--cold", "--json")
+    assert status == 0, err
+    assert [row["cold_s"] for row in json.loads(out)["rows"]] == [12.5, 12.5]
+    assert err.count("cold 12.5 s  warm-up") == 2
+    assert len(set(sum(folders, ()))) == 4 and not any(Path(f).exists() for f, _ in folders)
+
+
+def test_graphs_are_counted_whole_and_in_regions(depthroute, monkeypatch):
+    monkeypatch.setattr(step, "COMPILER", "eager")
+    compiled = [argument for argument in SHORT if argument != "--eager"]
+    status, _, err = depthroute("bench", "step", *SHORT, "--whole")
+    assert status == 2 and "--whole says what is compiled and --eager that nothing is" in err
+    counts = {}
+    for scope in ((), ("--whole",)):
+        torch._dynamo.reset()
+        status, out, err = depthroute(
+            "bench", "step", *compiled, *scope, "--methods", "standard", "--json"
+        )
+        assert status == 0, err
+        (row,) = json.loads(out)["rows"]
+        counts[scope] = row["compiler_caches"]["graphs"]
+        assert f"({counts[scope]} graphs; caches: " in err
+    assert counts == {(): 2, ("--whole",): 1}
 
 
 def test_json_is_alone_on_standard_output(depthroute):

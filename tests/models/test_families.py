@@ -231,12 +231,15 @@ def test_adding_a_family_is_one_entry(monkeypatch):
         "PhiForCausalLM",
         attention=Sublayer("self_attn", "input_layernorm", ("resid_dropout",)),
         mlp=Sublayer("mlp", "input_layernorm", ("resid_dropout",)),
+        final_norm="final_layernorm",
         eps="layer_norm_eps",
         parallel=True,
     )
     monkeypatch.setitem(ARCHITECTURES, "phi", entry)
     routed = dr.convert(plain, ROUTINGS["delta"])
     assert dr.identity_report(plain, routed, tokens()).max_difference < 1e-5
+    dr.compile_regions(routed, "eager")
+    assert torch.equal(dr.revert(routed)(tokens()).logits, plain(tokens()).logits)
 
 
 @pytest.mark.parametrize("family", SETTINGS)

@@ -25,7 +25,11 @@ def comparison(settings=COMPILED, methods="standard,delta"):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch._dynamo.config.patch(recompile_limit=3)
-def test_every_method_is_compiled_twice_and_never_in_between(tmp_path):
+@pytest.mark.parametrize(
+    ("scope", "graphs"),
+    [("whole", [1, 2, 2, 2, 4, 4, 4, 4]), ("regions", [2, 5, 5, 5, 8, 8, 8, 8])],
+)
+def test_every_method_is_compiled_twice_and_never_in_between(tmp_path, scope, graphs):
     """A short last batch, a look and the other methods make no further graphs."""
     torch._dynamo.reset()
     counters.clear()
@@ -35,13 +39,13 @@ def test_every_method_is_compiled_twice_and_never_in_between(tmp_path):
         return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
 
     summary = run_comparison(
-        comparison(),
+        comparison(replace(COMPILED, compile_scope=scope)),
         RunDirectory.create(tmp_path / "run"),
         look=look,
         on_step=lambda progress: seen.append(counters["stats"]["unique_graphs"]),
     )
-    assert seen == [1, 2, 2, 2, 4, 4, 4, 4]
-    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
+    assert seen == graphs
+    assert counters["stats"]["unique_graphs"] == graphs[-1] and not counters["graph_break"]
     plain = run_comparison(
         comparison(replace(COMPILED, compile=None)), RunDirectory.create(tmp_path / "plain")
     )

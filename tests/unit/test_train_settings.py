@@ -40,6 +40,8 @@ def test_settings_survive_a_trip_through_json():
         ({"spike": 0}, r"train.spike=0 must be a finite number greater than 0"),
         ({"decay_fraction": 1.5}, r"decay_fraction=1.5 .* greater than 0 and at most 1"),
         ({"decay_fraction": 0.5}, r"decay_fraction=0.5 has no meaning for schedule='cosine'"),
+        ({"compile_scope": "layers"}, r"unknown train.compile_scope 'layers'; known: regions, w"),
+        ({"compile_scope": "whole"}, r"compile_scope='whole' has no meaning without a compiler"),
         ({"compile": "zzz"}, r"unknown train.compile 'zzz'; known: .*inductor"),
         ({"compile": "inducter"}, r"unknown train.compile 'inducter'; did you mean 'inductor'"),
         ({"betas": (True, 0.9)}, r"each of train.betas=True must be a finite number at least 0"),

@@ -36,9 +36,17 @@ def test_recomputing_activations_changes_no_loss(method):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_model_takes_the_same_steps():
-    compiled = curve(compile="eager", steps=4, warmup_steps=0)
-    assert compiled == pytest.approx(curve(steps=4, warmup_steps=0), rel=1e-5)
+@pytest.mark.parametrize(
+    ("method", "backend", "scope"),
+    [
+        ("standard", "eager", "whole"),
+        ("standard", "eager", "regions"),
+        ("delta", "inductor", "regions"),
+    ],
+)
+def test_a_compiled_model_takes_the_same_steps(method, backend, scope):
+    compiled = curve(method, compile=backend, compile_scope=scope, steps=4, warmup_steps=0)
+    assert compiled == pytest.approx(curve(method, steps=4, warmup_steps=0), rel=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

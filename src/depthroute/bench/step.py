@@ -26,6 +26,7 @@ GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
 ROUNDS = 2
 RECOMPILE_LIMIT = 64
+COMPILER = "inductor"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Settings:
     layers: int | None = None
     vocab_size: int | None = None
     eager: bool = False
+    whole: bool = False
+    """One graph of the model instead of those that its layers share."""
     device: str = "cuda"
     dtype: str = "bfloat16"
     gradient_checkpointing: bool = False
@@ -77,11 +80,11 @@ class StepRunner:
         move_queries(self.model)
         shape = settings.batch_size, settings.sequence_length
         training = TrainSettings(
-            1,
-            *shape,
+            *(1, *shape),
             lr=1e-4,
             min_lr=1e-4,
-            compile=None if settings.eager else "inductor",
+            compile=None if settings.eager else COMPILER,
+            compile_scope="whole" if settings.whole else "regions",
             gradient_checkpointing=settings.gradient_checkpointing,
         )
         self.trainer = trainer.Trainer(self.model, training)
@@ -136,10 +139,11 @@ class StepRunner:
 
 
 def cache_counts(since: dict[str, int] | None = None) -> dict[str, int]:
-    """Graphs graphs in and missing from the disk caches by this process."""
+    """Graphs that this process has traced, and found in and missed from the disk caches."""
     from torch._dynamo.utils import counters
 
     graphs = {
+        "graphs": counters["stats"]["unique_graphs"],
         "hits": counters["inductor"]["fxgraph_cache_hit"]
         + counters["aot_autograd"]["autograd_cache_hit"],
         "misses": counters["inductor"]["fxgraph_cache_miss"]
@@ -256,7 +260,9 @@ def keep_round(record: Record, label: str, turn: int, milliseconds: float) -> No
 
 
 def finish(row: dict[str, Any], record: Record, profile: turns.Profile | None = None) -> None:
-    """Saved, then said."""
+    """Saved, then said, with the seconds of a cold first step where they were taken."""
+    if row["method"] in record.values.get("cold", {}):
+        row["cold_s"] = record.values["cold"][row["method"]]
     record.add(row)
     if "error" in row:
         record.fail(f"{row['method']}: {row['error']}")
@@ -280,5 +286,7 @@ def line(row: dict[str, Any]) -> str:
         text += f"  {row['peak_gb']:.2f} GB"
         if "relative_memory" in row:
             text += f" ({100 * row['relative_memory']:+.1f}%)"
-    hits, misses = row["compiler_caches"]["hits"], row["compiler_caches"]["misses"]
-    return f"{text}  warm-up {row['warmup_s']:.1f} s (caches: {hits} hit, {misses} missed)"
+    if row.get("cold_s") is not None:
+        text += f"  cold {row['cold_s']:.1f} s"
+    counts = "{graphs} graphs; caches: {hits} hit, {misses} missed".format(**row["compiler_caches"])
+    return f"{text}  warm-up {row['warmup_s']:.1f} s ({counts})"

@@ -28,7 +28,7 @@ TOKENS_PER_STEP = 16_384
 OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
 STEP_COLUMNS = (
     "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second tflops mfu "
-    "peak_gb relative_memory warmup_s compiled error"
+    "peak_gb relative_memory cold_s warmup_s compiled error"
 )
 GENERATE_COLUMNS = (
     "batch_size method tokens_per_second relative_speed relative_speed_quartiles paired "
@@ -58,6 +58,7 @@ HEADINGS = {
     "cache_bytes": ("cache bytes", "{:,}"),
     "prefill_ms": ("prompt ms", "{:.3f}"),
     "ms_per_token": ("ms a token", "{:.3f}"),
+    "cold_s": ("cold s", "{:.1f}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
     "reason": ("", "{}"),
     "error": ("", "{}"),
@@ -145,6 +146,10 @@ class StepOptions:
         int, typer.Option(min=1, help="Measured steps of each method, as many of standard.")
     ] = 8
     eager: Annotated[bool, typer.Option("--eager", help="Without torch.compile.")] = False
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="Compile the model as one graph, not what its layers share."),
+    ] = False
     gradient_checkpointing: Annotated[
         bool,
         typer.Option("--gradient-checkpointing", help="Recompute layers in backward, for memory."),
@@ -195,6 +200,8 @@ class ModelOptions:
             raise ConfigError(
                 f"--sequence-length {length} is above the {longest} positions of {self.preset}"
             )
+        if options.eager and options.whole:
+            raise ConfigError("--whole says what is compiled and --eager that nothing is; give one")
         dtype = self.dtype or ("bfloat16" if where.type == "cuda" else "float32")
         if dtype not in ("float32", "bfloat16"):
             raise unknown("--dtype", dtype, ["float32", "bfloat16"])
@@ -207,6 +214,7 @@ class ModelOptions:
             vocab_size=self.vocab_size,
             eager=options.eager,
             gradient_checkpointing=options.gradient_checkpointing,
+            whole=options.whole,
             device=str(where),
             dtype=dtype,
             peak_tflops=options.peak_tflops or flops.peak_of(where, dtype),

@@ -40,6 +40,7 @@ class Architecture:
     attention: Sublayer
     mlp: Sublayer
     layers: str = "layers"
+    final_norm: str = "norm"
     eps: str = "rms_norm_eps"
     """Configuration attribute that holds the norm eps."""
     multiplier: str | None = None
@@ -192,6 +193,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             attention=Sublayer("attn", norm="ln_1"),
             mlp=Sublayer("mlp", norm="ln_2"),
             layers="h",
+            final_norm="ln_f",
             eps="layer_norm_epsilon",
             ignored_arguments=("encoder_hidden_states", "encoder_attention_mask"),
             values="c_attn",
@@ -201,6 +203,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "GPTNeoXForCausalLM",
             attention=Sublayer("attention", "input_layernorm", ("post_attention_dropout",)),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("post_mlp_dropout",)),
+            final_norm="final_layer_norm",
             eps="layer_norm_eps",
             parallel="use_parallel_residual",
             cache_argument="layer_past",

@@ -94,6 +94,28 @@ class DepthContext(NamedTuple):
             return value
         return self.architecture.project_values(attention, self.value_input, value)
 
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        """Mix over depth, store, attend over time."""
+        layer = cast(int, module.layer_idx)
+        if is_latent(module):
+            assert self.cache.pending is not None
+            latent, rotary = self.cache.pending
+            # one latent serves all heads: concatenated heads make their mean score a single dot
+            key, one_query = _one_head(key), _one_head(query)
+            scaling = query.shape[-1] ** 0.5 / one_query.shape[-1]
+            mixed = self.mixed(one_query, key, latent, scaling)
+            expand = cast(Any, module).expand_kv
+            keys, values = expand(*self.cache.store(mixed, rotary, layer))
+        else:
+            mixed = self.mixed(query, key, self.own(module, value), None)
+            keys, values = self.cache.store(key, mixed, layer)
+        interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
+        attend = interfaces.get_interface(self.implementation, _eager_attention(module))
+        self.cache.mixed = key, mixed
+        return attend(module, query, keys, values, mask, **kwargs)
+
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         site, memory = self.site, self.memory
         if memory is None:
@@ -105,6 +127,37 @@ class DepthContext(NamedTuple):
         mixed = memory.mix(query, key, value, scaling)
         return value + site.gate.to(value.dtype) * (mixed - value)
 
+    def resumed(self, module: nn.Module, arguments: tuple[Any, ...]) -> Attended:
+        """Attends with what :class:`Paused` was given."""
+        *tensors, kwargs, self.cache.pending = arguments
+        return Attended(self.attend(module, *tensors, **kwargs))
+
+
+class Paused:
+    """In place of a context: takes what the attention function is called with and leaves it at
+    that. What the module makes of the answer is nothing, which a compiler then leaves out."""
+
+    def __init__(self, cache: DeferredCache) -> None:
+        self.cache = cache
+        self.arguments: tuple[Any, ...] = ()
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        self.arguments = query, key, value, mask, kwargs, self.cache.pending
+        batch, heads, length, _ = query.shape
+        return value.new_zeros(batch, length, heads, value.shape[-1]), None
+
+
+class Attended(NamedTuple):
+    """In place of a context, where queries have met keys already: a compiler leaves out what leads
+    up to it."""
+
+    answer: Any
+
+    def attend(self, *_: Any, **__: Any) -> Any:
+        return self.answer
+
 
 def depth_attention_forward(
     module: nn.Module,
@@ -113,30 +166,14 @@ def depth_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    depth: DepthContext,
+    depth: DepthContext | Paused | Attended,
     **kwargs: Any,
 ):
-    """The attention function: mix over depth, store, attend over time."""
-    layer = cast(int, module.layer_idx)
+    """The attention function that these modules find in their configuration."""
     late = module._modules.get("k_norm")
     if isinstance(late, LateNorm):
         key = late.late(key)
-    if is_latent(module):
-        assert depth.cache.pending is not None
-        latent, rotary = depth.cache.pending
-        # one latent serves all heads: concatenated heads make their mean score a single dot
-        key, one_query = _one_head(key), _one_head(query)
-        scaling = query.shape[-1] ** 0.5 / one_query.shape[-1]
-        mixed = depth.mixed(one_query, key, latent, scaling)
-        expand = cast(Any, module).expand_kv
-        keys, values = expand(*depth.cache.store(mixed, rotary, layer))
-    else:
-        mixed = depth.mixed(query, key, depth.own(module, value), None)
-        keys, values = depth.cache.store(key, mixed, layer)
-    interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
-    attend = interfaces.get_interface(depth.implementation, _eager_attention(module))
-    depth.cache.mixed = key, mixed
-    return attend(module, query, keys, values, attention_mask, **kwargs)
+    return depth.attend(module, query, key, value, attention_mask, **kwargs)
 
 
 class LateNorm(nn.Module):

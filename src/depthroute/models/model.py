@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,8 +20,10 @@ from depthroute.models.adoption import adopted, plain_class
 from depthroute.models.architecture import Architecture, architecture_for
 from depthroute.models.folder import check_weights
 from depthroute.models.loaded import check_tensors, in_one_line
+from depthroute.models.regions import Regions
 from depthroute.models.routed import LoopedLayers, plain_layer, routed_layer
 from depthroute.nn import Site, Sites
+from depthroute.ops.private.regions import call_through
 from depthroute.plan import Plan
 
 if TYPE_CHECKING:
@@ -195,6 +197,7 @@ class RoutedDecoder(RoutedModel):
         depth_attention.restore_key_norms([getattr(x, spec.attention.module) for x in layers])
         setattr(plain, spec.layers, nn.ModuleList(layers))
         del plain.routing
+        call_through(getattr(plain, spec.final_norm), None)
         plain._no_split_modules = _family_names(self._no_split_modules)
         return plain
 
@@ -259,6 +262,29 @@ def _also_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
         return self.summed_loss(targets, *args, **kwargs)
 
     return forward_or_loss
+
+
+def compile_regions(model: nn.Module, backend: Any = "inductor", **options: Any) -> None:
+    """Compile, in place, what the layers of a routed ``model`` have in common.
+
+    ``options`` are those of :func:`torch.compile`; every region is one graph. Parameters keep their
+    names, and a copy is not compiled, as after ``Module.compile``; calling it again starts anew.
+    With a cache (``generate``) layers run uncompiled. A region that torch would compile more often
+    than its limit allows raises.
+    """
+    decoders = [part for part in model.modules() if isinstance(part, RoutedDecoder)]
+    if not decoders:
+        raise ConfigError(
+            f"compile_regions was given a {type(model).__name__}; give a routed model (of "
+            "from_config or convert, method='standard' for a plain one), or use torch.compile"
+        )
+    if "fullgraph" in options:
+        raise ConfigError("every region is compiled with fullgraph=True; leave fullgraph out")
+    for decoder in decoders:
+        regions, spec = Regions(backend=backend, **options), decoder.architecture
+        for layer in getattr(decoder, spec.layers):
+            layer.regions = regions
+        call_through(getattr(decoder, spec.final_norm), partial(regions.call, "final_norm"))
 
 
 def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from depthroute.errors import DepthrouteError
 from depthroute.models import depth_attention
@@ -33,8 +34,9 @@ from depthroute.models.architecture import (
     rms_norm_offset,
 )
 from depthroute.models.hooks import StateHook, StatePreHook
+from depthroute.models.regions import Regions, called
 from depthroute.models.state import LayerState
-from depthroute.nn import DepthMemory, PreNorm, SiteParameters
+from depthroute.nn import PreNorm, ResidualStream
 from depthroute.ops import keeping_backend
 
 
@@ -52,6 +54,8 @@ class RoutedLayer(nn.Module):
     decoder: tuple[Any] | None
     """Set on the first layer, which starts the stream with the routing of its decoder, whatever
     stands there then; in a tuple so as not to be a submodule."""
+    regions: Regions | None
+    """Compiled, if :func:`~depthroute.models.model.compile_regions` was asked to."""
 
     def __init_subclass__(cls) -> None:
         names = list(inspect.signature(plain_class(cls, RoutedLayer).forward).parameters)
@@ -81,76 +85,112 @@ class RoutedLayer(nn.Module):
         return structure.with_tensors(list(after), layer + 1)
 
     def forward(self, state: LayerState, **kwargs: Any) -> LayerState:
-        spec, stream, memory = self.architecture, state.stream, state.memory
-        sites = stream.sites
-        assert sites is not None
+        spec, regions = self.architecture, self._regions_for(state, kwargs)
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(state, kwargs)
         if spec.adapt_arguments is not None:
             kwargs = spec.adapt_arguments(self, kwargs)
-        site, norm = sites.at(stream.index), self._norm(spec.attention)
-        read, stream = stream.read(site, None if self.is_parallel else norm)
-        x = norm.apply(read) if self.is_parallel and norm is not None else read
+        if regions is not None and not state.stream.plan.chooses:
+            return self._repeated(state, kwargs, regions)
+        call = called if regions is None else regions.call
+        stream, memory = state
         if not stream.plan.changes_values:
-            output = self._run(spec.attention, x, **kwargs)
-        else:
-            value_input = None
-            for value_site in () if site is None else site.reads[1:]:
-                value_input, stream = stream.read(value_site, norm)
-            output, memory = self._attend_over_depth(x, value_input, kwargs, memory, site)
-        norm = self._norm(spec.mlp)
-        if self.is_parallel:  # one read feeds both, and their sum is one delta
-            x = read if norm is None else norm.apply(read)
-            stream = stream.push(output + self._run(spec.mlp, x))
-        else:
-            stream = stream.push(output)
-            x, stream = stream.read(sites.at(stream.index), norm)
-            stream = stream.push(self._run(spec.mlp, x))
-        return LayerState(stream, memory)
+            return LayerState(self._routed(stream, kwargs, call), None)
+        depth = self._depth(state, kwargs.get(spec.cache_argument))
+        if depth.cache.cache is not None or self._is_latent:
+            kwargs = kwargs | {spec.cache_argument: depth.cache}
+        stream = self._routed(stream, kwargs | {"depth": depth}, call)
+        return LayerState(stream, None if memory is None else memory.push(*depth.cache.mixed))
 
-    def _norm(self, sublayer: Sublayer) -> PreNorm | None:
-        """A sublayer's pre-norm, with its parameters where the kernels may apply it instead."""
+    def _regions_for(self, state: LayerState, kwargs: dict[str, Any]) -> Regions | None:
+        """To call: none where a graph would have to know the layer, as of a cache it writes to, or
+        would leave out what somebody watches."""
+        if self.regions is None or state.stream.observer is not None or is_compiling():
+            return None
+        if kwargs.get(self.architecture.cache_argument) is None:
+            return self.regions if self.regions.sees_all_of(self) else None
+        if self.training:
+            raise DepthrouteError(
+                "a model with compiled regions was given a cache in training, with which its "
+                "layers would run uncompiled; pass use_cache=False, or set "
+                "model.config.use_cache = False"
+            )
+        return None
+
+    def _routed(
+        self, stream: ResidualStream, kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> ResidualStream:
+        """The stream after this layer, whose sublayers are run by ``call``."""
+        spec = self.architecture
+        num_reads = len(stream.place.reads)
+        x, norm, stream = self._read(spec.attention, stream)
+        for read in range(1, num_reads):  # what the values are projected of
+            values, norm, stream = self._read(spec.attention, stream, read)
+            values = values if norm is None else getattr(self, norm)(values)
+            kwargs = kwargs | {"depth": kwargs["depth"]._replace(value_input=values)}
+        if self.is_parallel:  # one read feeds both, and their sum is one delta
+            return stream.push(call("block", _run_both, self, x, kwargs))
+        output = call("attention", _run, self, spec.attention, x, norm, kwargs)
+        x, norm, stream = self._read(spec.mlp, stream.push(output))
+        return stream.push(call("mlp", _run, self, spec.mlp, x, norm, {}))
+
+    def _read(
+        self, sublayer: Sublayer, stream: ResidualStream, read: int = 0
+    ) -> tuple[Tensor, str | None, ResidualStream]:
+        """What a sublayer reads, the norm that is still to be applied to it, and the stream."""
+        assert stream.sites is not None
+        site = stream.sites.at(stream.index)
+        site = site if site is None or read == 0 else site.reads[read]
+        wants_norm = stream.is_one_kernel and not self.is_parallel
+        norm = self._kernel_norm(sublayer) if wants_norm else None
+        x, stream = stream.read(site, norm)
+        return x, sublayer.norm if norm is None else None, stream
+
+    def _kernel_norm(self, sublayer: Sublayer) -> PreNorm | None:
+        """A sublayer's pre-norm where the kernels may apply it instead."""
         if sublayer.norm is None:
             return None
         module: Any = self._modules[sublayer.norm]
         offset = self.norm_offsets.get(type(module))
         if offset is None or not is_as_its_class(module):
-            return PreNorm(module)
+            return None
         weight = module._parameters["weight"]
         if hasattr(weight, "device_mesh"):
-            return PreNorm(module)
+            return None
         return PreNorm(module, weight if offset == 0 else weight.float() + offset, norm_eps(module))
 
-    def _run(self, sublayer: Sublayer, x: Tensor, **kwargs: Any) -> Tensor:
-        output = getattr(self, sublayer.module)(x, **kwargs)
-        if isinstance(output, tuple):
-            output = output[0]
-        for name in sublayer.after:
-            output = getattr(self, name)(output)
-        multiplier = self.architecture.multiplier
-        return output if multiplier is None else output * getattr(self, multiplier)
+    def _repeated(self, state: LayerState, kwargs: dict[str, Any], regions: Regions) -> LayerState:
+        """Where nothing is chosen a region is all of the layer, the reads and adds with it; depth
+        attention draws on ever more layers, so that there it is what lies before and after."""
+        (stream, memory), count = state, len(state.stream.plan.sublayers)
+        structure, tensors = stream.alone(count), stream.tensors()
+        if memory is not None:
+            paused = regions.call("projections", _project, self, structure, tensors, kwargs)
+            depth = self._depth(state, None)
+            kwargs = kwargs | {"depth": depth.resumed(self._attention, paused)}
+            memory = memory.push(*depth.cache.mixed)
+        tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
+        return LayerState(stream.with_tensors(tensors, stream.index + count), memory)
 
-    def _attend_over_depth(
-        self,
-        x: Tensor,
-        value_input: Tensor | None,
-        kwargs: dict[str, Any],
-        memory: DepthMemory | None,
-        site: SiteParameters | None,
-    ) -> tuple[Tensor, DepthMemory | None]:
-        spec = self.architecture
-        deferred = depth_attention.DeferredCache(kwargs.get(spec.cache_argument))
-        implementation = self.decoder_config._attn_implementation
-        depth = depth_attention.DepthContext(
-            memory, site, deferred, implementation, spec, value_input
+    @property
+    def _attention(self) -> nn.Module:
+        return getattr(self, self.architecture.attention.module)
+
+    @property
+    def _is_latent(self) -> bool:
+        return depth_attention.is_latent(self._attention)
+
+    def _depth(self, state: LayerState, cache: Any) -> depth_attention.DepthContext:
+        stream, memory = state
+        assert stream.sites is not None
+        return depth_attention.DepthContext(
+            memory,
+            stream.sites.at(stream.index),
+            depth_attention.DeferredCache(cache),
+            self.decoder_config._attn_implementation,
+            self.architecture,
         )
-        if deferred.cache is not None or depth_attention.is_latent(
-            getattr(self, spec.attention.module)
-        ):
-            kwargs = kwargs | {spec.cache_argument: deferred}
-        output = self._run(spec.attention, x, depth=depth, **kwargs)
-        return output, None if memory is None else memory.push(*deferred.mixed)
 
     def _shift_cache(self, state: LayerState, kwargs: dict[str, Any]) -> None:
         """Later visits of a looped stack use later cache layers."""
@@ -158,6 +198,10 @@ class RoutedLayer(nn.Module):
         if plan.loops > 1 and kwargs.get(name) is not None:
             depth = plan.num_layers // plan.loops
             kwargs[name] = depth_attention.VisitCache(kwargs[name], state.layer // depth * depth)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As of any module, a copy is not compiled."""
+        return super().__getstate__() | {"regions": None}
 
     def register_forward_hook(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any
@@ -184,7 +228,50 @@ class RoutedLayer(nn.Module):
     register_backward_hook = _refuse_backward_hook
 
 
-OWN = ("architecture", "is_parallel", "norm_offsets", "decoder_config", "decoder")
+# What regions are made of: functions of tensors, of the layer's modules and of a structure in which
+# layers of one kind do not differ.
+
+
+def _run(
+    layer: RoutedLayer, sublayer: Sublayer, x: Tensor, norm: str | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """A sublayer's output, of what it reads before ``norm``."""
+    x = x if norm is None else getattr(layer, norm)(x)
+    output = getattr(layer, sublayer.module)(x, **kwargs)
+    if isinstance(output, tuple):
+        output = output[0]
+    for name in sublayer.after:
+        output = getattr(layer, name)(output)
+    multiplier = layer.architecture.multiplier
+    return output if multiplier is None else output * getattr(layer, multiplier)
+
+
+def _run_both(layer: RoutedLayer, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    spec = layer.architecture
+    output = _run(layer, spec.attention, x, spec.attention.norm, kwargs)
+    return output + _run(layer, spec.mlp, x, spec.mlp.norm, {})
+
+
+def _run_layer(
+    layer: RoutedLayer, structure: ResidualStream, tensors: list[Tensor], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    return layer._routed(structure.with_tensors(tensors), kwargs, called).tensors()
+
+
+def _project(
+    layer: RoutedLayer, structure: ResidualStream, tensors: list[Tensor], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What depth attention starts from: the attention up to where queries meet keys."""
+    spec = layer.architecture
+    x, norm, _ = layer._read(spec.attention, structure.with_tensors(tensors))
+    paused = depth_attention.Paused(depth_attention.DeferredCache(None))
+    if layer._is_latent:
+        kwargs = kwargs | {spec.cache_argument: paused.cache}
+    _run(layer, spec.attention, x, norm, kwargs | {"depth": paused})
+    return paused.arguments
+
+
+OWN = ("architecture", "is_parallel", "norm_offsets", "decoder_config", "decoder", "regions")
 
 
 def routed_layer(layer: nn.Module, architecture: Architecture, config: Any) -> RoutedLayer:
@@ -194,7 +281,7 @@ def routed_layer(layer: nn.Module, architecture: Architecture, config: Any) -> R
     routed.is_parallel = architecture.is_parallel(config)
     routed.norm_offsets = _norm_offsets(layer, architecture)
     routed.decoder_config = config
-    routed.decoder = None
+    routed.decoder = routed.regions = None
     for hooks, kind, with_kwargs in (
         (routed._forward_hooks, StateHook, routed._forward_hooks_with_kwargs),
         (routed._forward_pre_hooks, StatePreHook, routed._forward_pre_hooks_with_kwargs),

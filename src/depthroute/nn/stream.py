@@ -185,6 +185,11 @@ class ResidualStream:
             x = stream.observer.on_read(stream, chosen, x)
         return (x if norm is None else norm.apply(x)), after
 
+    @property
+    def is_one_kernel(self) -> bool:
+        """Whether the next read is one call of the boundary kernel, which can apply a norm too."""
+        return self._fuses(self.place)
+
     def _fuses(self, place: Place) -> bool:
         """Whether the place ahead is one call of the boundary kernel."""
         if not place.fuses or self.observer is not None:
@@ -438,6 +443,15 @@ class ResidualStream:
         if is_same or not self.plan.chooses:
             return stream
         return _changed(stream, backend=_chosen_backend(stream.example))
+
+    def alone(self, count: int) -> ResidualStream:
+        """The structure for the next ``count`` sublayers, as if the stack began with them: the
+        same for all that do the same, so that these can share a compiled graph."""
+        plan, sites = self.plan.window(self.index, count), self.sites
+        if sites is not None:
+            rows = zip(plan.places[:count], sites.sites[self.index :], strict=False)
+            sites = Routing(plan, tuple(site if row.reads_mix else None for row, site in rows))
+        return _changed(self.emptied(), plan=plan, index=0, sites=sites)
 
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""

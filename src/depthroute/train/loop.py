@@ -323,7 +323,7 @@ class Experiment:
         """Every method's model and trainer, at the start of the seed."""
         self.trainers.clear()
         self.memory = {}
-        if self.settings.compile is not None:
+        if self.settings.compile is not None and self.settings.compile_scope == "whole":
             raise_recompile_limit(len(self.builders))
         first = None
         for label, build in self.builders.items():
@@ -422,7 +422,8 @@ def process_memory() -> int:
 
 
 def raise_recompile_limit(models: int) -> None:
-    """Each model has a graph for training and one for validation, and all share their code.
+    """Each model as a whole has a graph for training and one for validation, and all share their
+    code.
 
     Beyond its limit for one piece of code torch.compile would go on uncompiled.
     """

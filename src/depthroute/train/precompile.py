@@ -27,7 +27,6 @@ from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
 from depthroute.train.compiler import why_it_failed
-from depthroute.train.loop import raise_recompile_limit
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
 
@@ -74,7 +73,6 @@ def _job(comparison: Comparison, number: int) -> dict[str, Any]:
 
 def compile_once(job: dict[str, Any]) -> None:
     settings = TrainSettings.from_dict(job["settings"])
-    raise_recompile_limit(1)
     preset, routing = Preset.from_dict(job["preset"]), RoutingConfig.from_dict(job["routing"])
     trainer = Trainer(presets.build(preset, routing, device=job["device"]), settings)
 

@@ -21,6 +21,7 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("fp32", "bf16")
 POLICIES = ("stop", "skip")
+SCOPES = ("regions", "whole")
 
 _WHOLE = {"steps": 1, "batch_size": 1, "sequence_length": 1, "warmup_steps": 0}
 _WHOLE |= {"validate_every": 1, "validation_sequences": 1, "accumulation": 1}
@@ -80,6 +81,8 @@ class TrainSettings:
     loss_chunk: int | None = None
     """Tokens whose logits the loss holds at a time; left out, as many as make half a billion
     numbers. 0 makes the logits of all tokens first, as the model's own forward does."""
+    compile_scope: str = "regions"
+    """What is compiled: what layers have in common, once for all of them, or the whole model."""
     document_masking: bool = False
     """Attention and positions start anew at every document of a packed sequence."""
     on_bad_step: str = "stop"
@@ -115,12 +118,18 @@ class TrainSettings:
             )
         choices = {"schedule": SCHEDULES, "precision": PRECISIONS, "on_bad_step": POLICIES}
         choices |= {"optimizer": OPTIMIZERS, "output_init": OUTPUT_INITS}
+        choices |= {"compile_scope": SCOPES}
         for name, allowed in choices.items():
             check_choice(f"train.{name}", getattr(self, name), allowed)
         for name in _SWITCHES:
             check_switch(f"train.{name}", getattr(self, name))
         if self.compile is not None:
             check_choice("train.compile", self.compile, _compilers())
+        elif self.compile_scope != TrainSettings.compile_scope:
+            raise ConfigError(
+                f"train.compile_scope={self.compile_scope!r} has no meaning without a compiler; "
+                "set compile=inductor, or leave it out"
+            )
         if self.batch_size % self.accumulation:
             raise ConfigError(
                 f"train.accumulation={self.accumulation} does not divide train.batch_size="

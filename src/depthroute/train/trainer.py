@@ -17,6 +17,7 @@ from torch import Tensor
 
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.models.model import compile_regions
 from depthroute.ops import compile_options
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
@@ -92,15 +93,21 @@ class Trainer:
             self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
-            use_own_caches()
-            # every batch has one shape, and a graph that keeps others open is a slower one
-            options = compile_options() if settings.compile == "inductor" else None
-            model.compile(backend=settings.compile, dynamic=False, options=options)
+            self._compile(settings.compile)
         self.needs_logits = settings.loss_chunk == 0 or self._must_have_logits()
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device
         model.train()
+
+    def _compile(self, backend: str) -> None:
+        use_own_caches()
+        # every batch has one shape, and a graph that keeps others open is a slower one
+        if self.settings.compile_scope == "regions":
+            compile_regions(self.inner, backend, dynamic=False)
+            return
+        options = compile_options() if backend == "inductor" else None
+        self.model.compile(backend=backend, dynamic=False, options=options)
 
     @property
     def is_done(self) -> bool:

@@ -1,0 +1,64 @@
+"""Functions that are compiled for themselves, and modules that are called through one.
+
+``Module.compile`` compiles one module in place, and all that are compiled so share the code that
+torch counts compilations by. Known for torch 2.11 to 2.13: a module with ``_compiled_call_impl`` is
+called through it, and ``copy`` and ``pickle`` leave it out. Without it a module is called as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthroute.errors import DepthrouteError
+
+IS_KNOWN = hasattr(nn.Module, "_compiled_call_impl") and hasattr(nn.Module, "_call_impl")
+
+
+def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., Any]:
+    """``function`` as one graph, recompiled no more often than torch allows it by itself.
+
+    Torch goes on uncompiled where a function that need not be one graph reaches that limit.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    code = function.__code__.replace(co_name=f"region_{name}")  # compilations are counted by this
+    alone = FunctionType(code, function.__globals__, code.co_name)
+    compiled = torch.compile(alone, fullgraph=True, **options)
+
+    def call(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except FailOnRecompileLimitHit as error:
+            raise DepthrouteError(
+                f"the region {name!r} of a model was compiled {config.recompile_limit} times, "
+                "torch's limit, and now needs one more graph: its shapes, dtypes or flags keep "
+                "changing, or as many layers differ. Give batches of one shape or compile with "
+                "dynamic=True; TORCH_LOGS=recompiles says what differs, and "
+                "torch._dynamo.config.recompile_limit is the limit"
+            ) from error
+
+    return call
+
+
+def call_through(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have ``module`` called as ``call(plain_call, module, ...)`` in training, or as ever."""
+    if call is None or not IS_KNOWN:
+        vars(module).pop("_compiled_call_impl", None)
+        return
+
+    def through(*args: Any, **kwargs: Any) -> Any:
+        if not module.training or torch.compiler.is_compiling():
+            return plain_call(module, *args, **kwargs)
+        return call(plain_call, module, *args, **kwargs)
+
+    module._compiled_call_impl = through  # pyright: ignore
+
+
+def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
