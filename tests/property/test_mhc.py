@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 from definitions import run_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from tests.support import disturb_routing, plain_model, routed_model, tokens
 from torch.autograd import gradcheck
 from torch.library import opcheck
@@ -17,6 +19,8 @@ from torch.utils import _pytree as pytree
 
 import depthroute as dr
 from depthroute import nn, ops
+from depthroute.diagnostics.record import record
+from depthroute.diagnostics.terminal import routing_map
 
 LAYERS, WIDTH = 3, 6
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
@@ -336,6 +340,13 @@ def test_a_trace_shows_shares_of_reads_writes_and_mixing():
         assert_close(site.writes, post.flatten(0, 1).mean(0))
         assert_close(site.mixing, res.flatten(0, 1).mean(0))
         assert_close(site.mixing.sum(-1), torch.ones(4))
+    kept = record(trace)["sites"][0]["kept"]
+    assert kept == pytest.approx(
+        trace.sites["layers.0.attention"].mixing.trace().item() / 4, rel=1e-4
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(routing_map(record(trace), console))
+    assert f"streams keep {kept:.2f} of themselves" in console.export_text()
 
 
 def test_a_plan_shows_what_is_read():
@@ -416,7 +427,7 @@ def test_the_projection_is_one_op_that_passes_opcheck():
 
 
 def test_a_compiled_model_is_one_graph_with_the_same_gradients():
-    model, ids = routed_model("mhc", layers=2), tokens()
+    model, ids = routed_model("mhc", layers=1), tokens()
 
     def gradients(forward):
         model.zero_grad()
