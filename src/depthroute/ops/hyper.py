@@ -1,8 +1,8 @@
 """Several residual streams (mHC): what a sublayer reads of them, and what becomes of them.
 
 Torch's own operations. Compiled, a compiler fuses them; run eagerly, nothing as large as a stream
-is kept for backward but the arguments, and the rest is computed again. The twenty normalisations
-of small matrices are an op in either case: a graph of them would be longer than the model's.
+is kept for backward but the arguments, and the rest is computed again. The twenty normalisations of
+small matrices are an op in either case: a graph of them would be longer than the model's.
 """
 
 from __future__ import annotations
