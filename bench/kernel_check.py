@@ -21,6 +21,8 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 CASES = [
     *(MixCase(s, 63, d) for s, d in itertools.product((1, 7, 33, 129), (96, 1000, 2048, 7168))),
     *(MixCase(7, 15, 1000, heads=h, dtype=t) for h in (1, 4, 8) for t in (bf16, fp16, fp32)),
+    *(MixCase(s, 63, d) for s, d in itertools.product((3, 9, 33), (576, 1280, 2560, 5120, 6656))),
+    *(MixCase(5, 31, d, residual=True, norm=True) for d in (640, 1152, 2304, 4608)),
     MixCase(57, 257, 4096),
     MixCase(5, 31, 1000, residual=True, centered=True),
     MixCase(5, 31, 1000, residual=True, scale=5 / 6, contiguous=False),

@@ -83,7 +83,7 @@ def settings(
     say: Say,
     seconds: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Every launch setting that ``bench tune`` tries, shared out to ``num_processes`` processes."""
+    """Every launch setting that ``python -m bench tune`` tries, in ``num_processes`` processes."""
     what = {"kinds": list(kinds), "shapes": list(shapes), "boundaries": list(boundaries)}
     shares = [(index, num_processes) for index in range(num_processes)]
     tasks = [{"kind": "settings", "share": share} | what for share in shares]
