@@ -24,6 +24,9 @@ GRAPHS = {
     "delta block": 2,
     "static": 2,
     "depth attention": 2,
+    "value residual": 2,
+    "roles block": 3,  # the first layer has one source, and its values no read of their own
+    "mhc": 1,
 }
 """Of a layer or its parts; the final norm has one more."""
 FAMILY_GRAPHS = {
@@ -68,7 +71,7 @@ def test_the_number_of_graphs_does_not_depend_on_depth(name):
     for layers in (4, 8):
         model = routed_model(name, layers=layers).train()
         expected, counter = step(model), compiled(model, "eager")
-        check_same(step(model), expected)
+        check_same(step(model), expected, 1e-5 if name == "mhc" else 2e-6)  # eager has its own sums
         counts.append(counter.frame_count)
     assert counts == [GRAPHS[name] + 1] * 2
 

@@ -69,11 +69,11 @@ class DeferredCache:
         self.pending = key, value
         return key, value
 
-    def store(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def store(self, key: Tensor, value: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
         """Into the real cache, if there is one; everything attended to comes back."""
-        if self.cache is None:
+        if self.cache is None:  # a graph that all layers share may not ask for their number
             return key, value
-        return self.cache.update(key, value, layer_idx)
+        return self.cache.update(key, value, cast(int, module.layer_idx))
 
 
 class DepthContext(NamedTuple):
@@ -98,7 +98,6 @@ class DepthContext(NamedTuple):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> Any:
         """Mix over depth, store, attend over time."""
-        layer = cast(int, module.layer_idx)
         if is_latent(module):
             assert self.cache.pending is not None
             latent, rotary = self.cache.pending
@@ -107,10 +106,10 @@ class DepthContext(NamedTuple):
             scaling = query.shape[-1] ** 0.5 / one_query.shape[-1]
             mixed = self.mixed(one_query, key, latent, scaling)
             expand = cast(Any, module).expand_kv
-            keys, values = expand(*self.cache.store(mixed, rotary, layer))
+            keys, values = expand(*self.cache.store(mixed, rotary, module))
         else:
             mixed = self.mixed(query, key, self.own(module, value), None)
-            keys, values = self.cache.store(key, mixed, layer)
+            keys, values = self.cache.store(key, mixed, module)
         interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
         attend = interfaces.get_interface(self.implementation, _eager_attention(module))
         self.cache.mixed = key, mixed
