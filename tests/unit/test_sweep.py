@@ -199,6 +199,19 @@ def test_a_method_still_best_at_an_end_is_not_reported_and_the_error_names_the_v
     assert again["sweep"]["methods"]["standard"]["chosen"] == 0.05 and again["seeds"] == [0]
 
 
+def test_a_page_leaves_out_a_method_at_an_end_and_says_so(finished, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(finished[0], root, ignore=shutil.ignore_patterns(".depthroute-lock"))
+    lines = (root / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not ('"delta"' in line and "1.25" in line)]
+    assert len(kept) == len(lines) - 1
+    (root / "metrics.jsonl").write_text("".join(kept))
+    data = write_report([root], tmp_path / "report.html")
+    assert [series["method"] for series in data["series"]] == ["standard"]
+    words = "delta is best at 0.25, the highest value that was tried, and is not reported"
+    assert words in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("losses", "edge", "value"),
     [
