@@ -1,6 +1,7 @@
 """A sweep on a model of a few thousand parameters."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -433,6 +434,19 @@ def test_a_signal_reaches_the_processes_and_the_sweep_is_interrupted(tmp_path):
     summary = run_sweep(rates(*RATES, methods="standard"), directory, runner)
     assert time.monotonic() - started < 60
     assert summary["signal"] == signal.SIGTERM and not summary["is_complete"]
+
+
+def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch):
+    """It would hold its directory against whoever goes on with the sweep."""
+    monkeypatch.setattr(sweeping.batches, "load", lambda *_, **__: words())
+    one = replace(comparison("delta", (0,)), is_part=True)
+    job = json.loads(json.dumps(sweeping.Part(one, tmp_path / "run", "", True).job()))
+    with pytest.raises(SystemExit):
+        sweeping.run_job(job | {"parent": -1}, look)
+    events = [r["event"] for r in RunDirectory(tmp_path / "run").records()]
+    assert events == ["start", "step", "interrupted"]
+    sweeping.run_job(job | {"parent": os.getppid()}, look)
+    assert layout.final_loss(tmp_path / "run") is not None
 
 
 def killed(root, lines):
