@@ -49,6 +49,7 @@ def test_two_sizes_give_the_exponent_alone_and_say_so():
 def test_losses_that_do_not_fall_with_compute_have_no_law():
     assert fit_law([1e14, 1e15], [2.0, 2.5], "token") is None
     assert fit_law([1e14], [2.0], "token") is None
+    assert fit_law([1e14, 1e14], [2.0, 2.1], "token") is None
     assert fit_law([], [], "token") is None
 
 

@@ -1,6 +1,7 @@
 """A sweep on a model of a few thousand parameters."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -197,6 +198,19 @@ def test_a_method_still_best_at_an_end_is_not_reported_and_the_error_names_the_v
     wider = rates(1e-6, 1e-5, 0.05, 5.0, methods="standard", seeds=(0,), extend=0)
     again = run(wider, tmp_path / "run", resume=True)
     assert again["sweep"]["methods"]["standard"]["chosen"] == 0.05 and again["seeds"] == [0]
+
+
+def test_a_page_leaves_out_a_method_at_an_end_and_says_so(finished, tmp_path):
+    root = tmp_path / "run"
+    shutil.copytree(finished[0], root, ignore=shutil.ignore_patterns(".depthroute-lock"))
+    lines = (root / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not ('"delta"' in line and "1.25" in line)]
+    assert len(kept) == len(lines) - 1
+    (root / "metrics.jsonl").write_text("".join(kept))
+    data = write_report([root], tmp_path / "report.html")
+    assert [series["method"] for series in data["series"]] == ["standard"]
+    words = "delta is best at 0.25, the highest value that was tried, and is not reported"
+    assert words in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -420,6 +434,19 @@ def test_a_signal_reaches_the_processes_and_the_sweep_is_interrupted(tmp_path):
     summary = run_sweep(rates(*RATES, methods="standard"), directory, runner)
     assert time.monotonic() - started < 60
     assert summary["signal"] == signal.SIGTERM and not summary["is_complete"]
+
+
+def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch):
+    """It would hold its directory against whoever goes on with the sweep."""
+    monkeypatch.setattr(sweeping.batches, "load", lambda *_, **__: words())
+    one = replace(comparison("delta", (0,)), is_part=True)
+    job = json.loads(json.dumps(sweeping.Part(one, tmp_path / "run", "", True).job()))
+    with pytest.raises(SystemExit):
+        sweeping.run_job(job | {"parent": -1}, look)
+    events = [r["event"] for r in RunDirectory(tmp_path / "run").records()]
+    assert events == ["start", "step", "interrupted"]
+    sweeping.run_job(job | {"parent": os.getppid()}, look)
+    assert layout.final_loss(tmp_path / "run") is not None
 
 
 def killed(root, lines):

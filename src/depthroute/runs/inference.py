@@ -52,7 +52,7 @@ def fit_law(computes: Sequence[float], losses: Sequence[float], unit: str) -> La
     Two sizes determine two numbers, so the floor is then the published one (none for bytes).
     """
     number = len(losses)
-    if number < 2:
+    if len(set(computes)) < 2:
         return None
     words = f"fitted to standard's {number} sizes of this ladder"
     if number == 2:

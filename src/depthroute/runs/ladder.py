@@ -80,7 +80,7 @@ def _method(
         if row["speed_up"]
     ]
     trend = None
-    if len(gains) > 1:
+    if len({compute for compute, _ in gains}) > 1:
         trend = math.exp(statistics.linear_regression(*zip(*gains, strict=True)).slope)
     return {
         "points": [
