@@ -332,7 +332,7 @@ class ResidualStream:
             pending=None,
             priors=priors,
         )
-        return after if place.opens_group is None else after._open_group(place.opens_group)
+        return after.opened()
 
     def edited(self, delta: Tensor) -> ResidualStream:
         """The stream as if the last sublayer had put out ``delta`` more; before any has run, as if
@@ -348,16 +348,21 @@ class ResidualStream:
             sources = (*sources[:-1], sources[-1] + delta)
         state = None if self.state is None else self.state + delta
         after = _changed(self, sources=sources, partial=partial, state=state)
-        group = self.place.opens_group if self.priors else None
-        return after if group is None else after._open_group(group)
+        return after.opened() if self.priors else after
 
-    def _open_group(self, group: range) -> ResidualStream:
-        """Phase 1 for the group that starts here, if the queries ahead are known."""
-        if self.sites is None:
+    def opened(self) -> ResidualStream:
+        """With phase 1 done for the group that starts here, if the queries ahead are known.
+
+        The queries after a cut are on the other side of it, and so it is done there.
+        """
+        group = self.place.opens_group
+        if self.sites is None or group is None:
             return self
         sites = [self.sites.at(i) for i in group]
         # a place of the group that does not choose lends its slot to one that does
-        some = next(site for site in sites if site is not None)
+        some = next((site for site in sites if site is not None), None)
+        if some is None:
+            return self
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
         gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
         plan = self.plan
