@@ -175,7 +175,7 @@ class PipelineLayout:
         return position
 
     def __str__(self) -> str:
-        rows = [("stage", "rank", "layers", "held", "sent", "")]
+        rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "held", "sent", "")]
         for stage in self.stages:
             layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
             hop = stage.before

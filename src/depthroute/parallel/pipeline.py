@@ -13,7 +13,7 @@ torch's schedules run the stages; here is what they hand over and what a rank ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +31,8 @@ from depthroute.schedule import cut
 
 IGNORED = -100
 SPLITS_BACKWARD = (2, 13)
-"""The torch from which weights' gradients can be left for later. Before, the split of a backward
-pass counts gradients twice where a node has several outputs, as a mix has; a zero-bubble schedule
-then computes them at once, and fills its bubbles less."""
+"""The torch whose zero-bubble schedules may leave the gradients of weights for later. 2.11 adds up
+those of a node's several outputs, and a mix has several."""
 
 
 class Traffic(NamedTuple):
@@ -47,12 +46,16 @@ class _PipelineStage(PipelineStage):
     """torch's, which tells the cache the micro-batch and counts what it sends."""
 
     def __init__(
-        self, module: StageModule, device: torch.device, group: Any, traffic: dict[int, Traffic]
+        self,
+        module: StageModule,
+        device: torch.device,
+        group: Any,
+        traffic: dict[int, Traffic],
+        is_split: bool,
     ) -> None:
-        version = tuple(map(int, torch.__version__.split(".")[:2]))
-        at_once = None if version >= SPLITS_BACKWARD else lambda: lambda: None
-        stage, num_stages = module.stage, len(module.layout.stages)
-        super().__init__(module, stage.index, num_stages, device, group=group, dw_builder=at_once)
+        index, num_stages = module.stage.index, len(module.layout.stages)
+        rest = None if is_split else _nothing_left
+        super().__init__(module, index, num_stages, device, group=group, dw_builder=rest)
         self.cache, self.traffic = module.cache, traffic
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -69,10 +72,32 @@ class _PipelineStage(PipelineStage):
         self._count(backward=_bytes_of(operations))
         return operations
 
+    # where a V turns, torch hands gradients over in evaluation too, and then has none
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[distributed.P2POp]:
+        """Without those to the rank itself, where a V turns: gloo has no connection to itself.
+
+        Private; torch 2.11 asks for them whatever the backend, later ones only with NCCL.
+        """
+        operations = super()._get_init_p2p_neighbors_ops()
+        return [operation for operation in operations if operation.group_peer != self.group_rank]
+
     def _count(self, forward: int = 0, backward: int = 0) -> None:
         before = self.traffic[self.stage_index]
         after = Traffic(before.forward + forward, before.backward + backward)
         self.traffic[self.stage_index] = after
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What a stage that runs all of backward at once has to do later."""
+    return lambda: None
 
 
 def _bytes_of(operations: list[distributed.P2POp]) -> int:
@@ -102,8 +127,9 @@ class Pipeline:
         _refuse_misfits(model, layout, group)
         self.rank = distributed.get_rank(group)
         self.cache = BlockCache()
-        self._loss, self._num_targets = loss or self._mean_cross_entropy, 0
+        self._loss, self._num_targets = loss or self._mean_cross_entropy, 1
         self.is_tied = is_tied(model)
+        self._is_split = _splits_backward(model)
         self.stages = [
             StageModule(model, layout, stage, self.cache, self._loss).to(self.device)
             for stage in layout.on(self.rank)
@@ -158,8 +184,10 @@ class Pipeline:
         """Scale the gradients of all ranks so that their norm is at most ``most``; what it was."""
         twin = self.stages[-1].model.get_output_embeddings().weight if self._has_twin else None
         own = [p.grad for p in self.parameters() if p.grad is not None and p is not twin]
-        squares = [gradient.float().square().sum() for gradient in own]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in own:
+            precise = torch.promote_types(gradient.dtype, torch.float32)
+            total += torch.linalg.vector_norm(gradient, dtype=precise).double().square()
         distributed.all_reduce(total, group=self.group)
         norm = total.sqrt()
         factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
@@ -187,8 +215,7 @@ class Pipeline:
     ) -> Tensor:
         self._check_batch(input_ids, targets)
         self.cache.clear()
-        counted = (targets != IGNORED).sum().item() if num_targets is None else num_targets
-        self._num_targets = counted
+        self._num_targets = num_targets or (targets != IGNORED).sum().item()
         given = [x.to(self.device) for x in (input_ids, targets)]
         arguments = {name: x.to(self.device) for name, x in arguments.items()}
         schedule = self._schedule(trains, input_ids.shape)
@@ -203,8 +230,10 @@ class Pipeline:
         losses = run(*ids, target=given[1] if self._is_last else None, **arguments)
         self.cache.check_settled()
         self._add_up(twins, earlier)
-        loss = losses.detach().sum() if self._is_last else torch.zeros((), device=self.device)
-        distributed.all_reduce(loss, group=self.group)  # nothing on all ranks but one
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self._is_last:
+            loss += losses.detach().sum()
+        distributed.all_reduce(loss, group=self.group)
         return loss
 
     def _check_batch(self, input_ids: Tensor, targets: Tensor) -> None:
@@ -223,7 +252,7 @@ class Pipeline:
     def _schedule(self, trains: bool, shape: torch.Size) -> Any:
         """One for each of training and evaluation: their receive buffers have shapes."""
         if trains not in self._schedules or self._schedules[trains][0] != shape:
-            common = self.device, self.group, self.traffic
+            common = self.device, self.group, self.traffic, self._is_split
             stages: list[Any] = [_PipelineStage(stage, *common) for stage in self.stages]
             order = self.layout.order
             schedule = get_schedule_class(order.torch_name)(
@@ -236,7 +265,8 @@ class Pipeline:
         return self._schedules[trains][1]
 
     def _mean_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        flat, wanted = logits.flatten(0, 1).float(), targets.flatten()
+        precise = torch.promote_types(logits.dtype, torch.float32)
+        flat, wanted = logits.flatten(0, 1).to(precise), targets.flatten()
         total = functional.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
         return total / self._num_targets
 
@@ -269,6 +299,17 @@ class Pipeline:
         for work in distributed.batch_isend_irecv(operations):
             work.wait()
         return incoming
+
+
+def _splits_backward(model: Any) -> bool:
+    """Whether zero-bubble schedules may leave the gradients of weights for later; if not, they
+    compute them at once and fill their bubbles less.
+
+    torch looks for the weights between a stage's inputs and its outputs, and finds none of them
+    where the inputs have no gradient, as after an embedding that is frozen.
+    """
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return version >= SPLITS_BACKWARD and model.get_input_embeddings().weight.requires_grad
 
 
 def _refuse_misfits(model: Any, layout: PipelineLayout, group: Any) -> None:
