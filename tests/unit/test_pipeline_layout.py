@@ -9,6 +9,7 @@ from tests.support import METHODS, routed_model, tokens
 import depthroute as dr
 from depthroute.errors import ConfigError
 from depthroute.parallel.layout import ORDERS, PipelineLayout
+from depthroute.parallel.stages import num_parameters
 
 BLOCKS = dr.RoutingConfig("attnres", block_size=2, evaluation="one_pass").resolve(16)
 STRADDLING = dr.RoutingConfig("delta", block_size=3).resolve(8)
@@ -89,13 +90,28 @@ def test_layers_are_dealt_out_evenly_or_as_asked():
 def test_a_printed_layout_shows_layers_ranks_and_what_is_sent():
     assert str(layout(STRADDLING, 2, layers=(1, 3, 2, 2))) == (
         "delta, 8 layers; Interleaved1F1B over 2 ranks x 2 chunks, 4 micro-batches\n"
-        "stage  rank  layers  held  sent\n"
-        "0      0     0-0     -     -     tokens\n"
+        "stage  rank  layers  held  sent  what is sent\n"
+        "0      0     0-0     -     -     (tokens)\n"
         "1      1     1-3     2     2     embedding, partial\n"
         "2      0     4-5     4     3     block.0, block.1, partial\n"
         "3      1     6-7     5     2     block.2, block.3\n"
         "7 tensors cross ranks a micro-batch and direction, 11 without the cache"
     )
+
+
+def test_with_a_model_the_table_shows_each_stages_parameters():
+    model = routed_model("x0-skip learned", layers=4, tie_word_embeddings=True)
+    plan = layout(model.plan, 2, "zbv")
+    counts = num_parameters(model, plan)
+    table = 97 * 32
+    assert sum(counts) == sum(p.numel() for p in model.parameters()) + table
+    layer = sum(p.numel() for p in model.model.layers[1].parameters())
+    assert counts == [table + layer + 1, layer + 2, layer + 2, layer + 2 + 32 + table]
+    assert plan.table(counts).splitlines()[1:4] == [
+        "stage  rank  layers  parameters  held  sent  what is sent",
+        "0      0     0-0     12,385      -     -     (tokens)",
+        "1      1     1-1     9,282       2     2     embedding, state",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -175,14 +175,22 @@ class PipelineLayout:
         return position
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [("stage", "rank", "layers", "held", "sent", "")]
-        for stage in self.stages:
+        return self.table()
+
+    def table(self, num_parameters: Sequence[int] | None = None) -> str:
+        """A line a stage; what it is handed, how much of it is sent, and if given what it holds."""
+        counts = [""] * (len(self.layers) + 1)
+        if num_parameters is not None:
+            counts = ["parameters", *(f"{count:,}" for count in num_parameters)]
+        rows: list[tuple[str, ...]] = [("stage", "rank", "layers", counts[0], *_HEADINGS)]
+        for stage, count in zip(self.stages, counts[1:], strict=True):
             layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
-            hop = stage.before
-            cells = ("-", "-", "tokens") if hop is None else _cells(hop)
-            rows.append((str(stage.index), str(stage.rank), layers, *cells))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = ["  ".join([*map(str.ljust, row[:5], widths), row[5]]).rstrip() for row in rows]
+            rows.append((str(stage.index), str(stage.rank), layers, count, *_cells(stage.before)))
+        shown = [column for column in zip(*rows, strict=True) if any(column)]
+        widths = [max(map(len, column)) for column in shown]
+        lines = [
+            "  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*shown, strict=True)
+        ]
         sent = sum(len(hop.sent) for hop in self.hops if not hop.is_local)
         whole = sum(len(hop.held) for hop in self.hops if not hop.is_local)
         title = (
@@ -194,15 +202,16 @@ class PipelineLayout:
         return "\n".join([title, *lines, saved])
 
 
-def _cells(hop: Hop) -> tuple[str, str, str]:
-    names = (
-        ", ".join(hop.sent)
-        if len(hop.sent) < 9
-        else ", ".join([*hop.sent[:4], "...", *hop.sent[-4:]])
-    )
+_HEADINGS = "held", "sent", "what is sent"
+
+
+def _cells(hop: Hop | None) -> tuple[str, str, str]:
+    if hop is None:
+        return "-", "-", "(tokens)"
     if hop.is_local:
-        return str(len(hop.held)), "0", "stays on the rank"
-    return str(len(hop.held)), str(len(hop.sent)), names
+        return str(len(hop.held)), "0", "(stays on the rank)"
+    names = hop.sent if len(hop.sent) < 9 else (*hop.sent[:4], "...", *hop.sent[-4:])
+    return str(len(hop.held)), str(len(hop.sent)), ", ".join(names)
 
 
 def _refuse_misfits(plan: Plan, schedule: str, ranks: int, chunks: int) -> None:

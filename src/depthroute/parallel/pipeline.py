@@ -26,7 +26,7 @@ from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import RoutedCausalLM
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import PipelineLayout
-from depthroute.parallel.stages import Loss, StageModule, is_tied
+from depthroute.parallel.stages import Loss, StageModule, is_tied, num_parameters
 from depthroute.schedule import cut
 
 IGNORED = -100
@@ -129,11 +129,14 @@ class Pipeline:
         self.cache = BlockCache()
         self._loss, self._num_targets = loss or self._mean_cross_entropy, 1
         self.is_tied = is_tied(model)
+        self._num_parameters = num_parameters(model, layout)
         self._is_split = _splits_backward(model)
         self.stages = [
             StageModule(model, layout, stage, self.cache, self._loss).to(self.device)
             for stage in layout.on(self.rank)
         ]
+        if len(twins := self._twins()) == 2:  # or one optimiser would step the same numbers twice
+            twins[1].data = twins[1].data.clone()
         self.traffic = {stage.index: Traffic() for stage in layout.on(self.rank)}
         """What each stage of this rank has sent to other ranks so far."""
         self._schedules: dict[bool, tuple[torch.Size, Any]] = {}
@@ -179,6 +182,9 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
+
+    def __str__(self) -> str:
+        return self.layout.table(self._num_parameters)
 
     def clip_gradients(self, most: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most ``most``; what it was."""

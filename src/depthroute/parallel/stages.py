@@ -123,6 +123,12 @@ class StageModule(nn.Module):
         return state._replace(stream=state.stream.opened())
 
 
+def num_parameters(model: Any, layout: PipelineLayout) -> list[int]:
+    """Of each stage; a weight that embedding and head share is counted in both."""
+    parts = (_part(model, layout, stage) for stage in layout.stages)
+    return [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+
+
 def is_tied(model: Any) -> bool:
     """Whether embedding and head are one tensor."""
     head = model.get_output_embeddings()
@@ -141,8 +147,7 @@ def _part(model: Any, layout: PipelineLayout, stage: Stage) -> Any:
             setattr(part, name, nn.Identity())
         elif stage.before is not None and is_tied(model) and child is model.get_output_embeddings():
             head = adopted(type(child), child)
-            weight = child.weight
-            head.weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+            head.weight = nn.Parameter(child.weight.detach(), child.weight.requires_grad)
             setattr(part, name, head)
     return part
 
