@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
 import depthroute as dr
@@ -228,6 +230,30 @@ def two_pipelines():
     return worst
 
 
+def saved(folder):
+    """Losses of a pipeline that was trained and saved, of another layout that has loaded it, and of
+    the whole model in one process that has."""
+    case = Case(model=TIED)
+    ids, targets, _ = next(iter(batches(case, 0)))
+    losses = []
+    for layout in (interleaved(), {"schedule": "zbv", "layers": (3, 2, 2, 1)}):
+        model = build(case)
+        pipeline = Pipeline(model, PipelineLayout.of(model.plan, ranks=2, **layout))
+        if not losses:
+            pipeline.step(ids, targets)
+            update(list(pipeline.parameters()))
+            save(pipeline.state_dict(), checkpoint_id=folder)
+        else:
+            load(pipeline.state_dict(), checkpoint_id=folder)
+        losses.append(pipeline.evaluate(ids, targets).item())
+    whole = build(case)
+    load(whole.state_dict(), checkpoint_id=folder, no_dist=True)
+    with torch.no_grad():
+        logits = whole(ids, use_cache=False).logits.flatten(0, 1)
+    losses.append(torch.nn.functional.cross_entropy(logits, targets.flatten()).item())
+    return losses
+
+
 def refusal(action):
     try:
         action()
@@ -264,6 +290,7 @@ def main(folder):
             found[name] = run(case, ranks)
         if ranks == 2:
             found["refusals"] = refusals(ranks)
+            found["saved"] = saved(folder / "saved")
         else:
             found["two pipelines"] = two_pipelines()
     except Exception:

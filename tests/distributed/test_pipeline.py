@@ -6,10 +6,12 @@ largest entry of the parameter's gradient (1e-14 was measured), and 1e-5 in fp32
 norms compute in whatever they are given.
 """
 
+import re
+
 import pytest
 
 from tests.distributed.pipeline_worker import BYTES, ON_FOUR, ON_TWO
-from tests.distributed.ranks import seen_by_ranks
+from tests.distributed.ranks import ROOT, seen_by_ranks, start_ranks, wait
 
 WORKER = "tests.distributed.pipeline_worker"
 
@@ -113,6 +115,23 @@ def test_evaluation_sees_the_loss_of_the_next_step(seen_by_two, case):
     for rank in seen_by_two:
         evaluated, next_step = rank[case]["evaluated"]
         assert evaluated == pytest.approx(next_step, abs=1e-12)
+
+
+def test_what_one_layout_saves_another_loads_and_so_does_the_whole_model(seen_by_two):
+    for rank in seen_by_two:
+        trained, *others = rank["saved"]
+        assert others == pytest.approx([trained] * 2, abs=1e-12)
+        assert abs(trained - rank["tied"]["expected"][0]) > 1e-3
+
+
+def test_the_example_trains_and_shows_its_stages(tmp_path):
+    processes = start_ranks(str(ROOT / "examples" / "pipeline.py"), folder=tmp_path)
+    status, logs = wait(processes, tmp_path)
+    assert status == [0, 0], logs
+    assert "1      1     2-3     82,688      2     2     embedding, block.0" in logs
+    assert "{0: 5242880, 2: 2621440} bytes" in logs
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", logs)]
+    assert losses[0] > 5 > 3 > losses[-1]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,12 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
+    def state_dict(self) -> dict[str, Any]:
+        """Of this rank, by the names of the whole model, so that what ``torch.distributed
+        .checkpoint`` saves of it is loaded into any other layout, or into the whole model."""
+        parts = [stage.model.state_dict() for stage in self.stages]
+        return {name: value for part in parts for name, value in part.items()}
+
     def __str__(self) -> str:
         return self.layout.table(self._num_parameters)
 
