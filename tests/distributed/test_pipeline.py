@@ -9,8 +9,17 @@ norms compute in whatever they are given.
 import re
 
 import pytest
+from torch import distributed
 
-from tests.distributed.pipeline_worker import BYTES, ON_FOUR, ON_TWO
+from tests.distributed.pipeline_worker import (
+    BYTES,
+    ON_FOUR,
+    ON_TWO,
+    TIED,
+    Case,
+    interleaved,
+    run,
+)
 from tests.distributed.ranks import ROOT, seen_by_ranks, start_ranks, wait
 
 WORKER = "tests.distributed.pipeline_worker"
@@ -122,6 +131,19 @@ def test_what_one_layout_saves_another_loads_and_so_does_the_whole_model(seen_by
         trained, *others = rank["saved"]
         assert others == pytest.approx([trained] * 2, abs=1e-12)
         assert abs(trained - rank["tied"]["expected"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("layout", [interleaved(3), {"schedule": "zbv"}, {"schedule": "gpipe"}])
+def test_one_process_runs_several_chunks_without_sending(layout):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        case = Case("attnres block", layers=4, model=TIED, layout=layout, evaluates=True)
+        found = run(case, ranks=1)
+    finally:
+        distributed.destroy_process_group()
+    check_equals_one_process([found])
+    assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], abs=1e-12)
+    assert set(map(tuple, found["bytes"].values())) == {(0, 0)}
 
 
 def test_the_example_trains_and_shows_its_stages(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import depthroute as dr
+from depthroute import ops
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import PipelineLayout
@@ -165,13 +166,22 @@ def test_taking_stages_leaves_the_model_as_it_was():
     assert copies == ["lm_head.weight"]
 
 
-def test_phase_one_is_never_handed_over_and_no_group_crosses_a_cut():
+def test_phase_one_is_never_handed_over_and_no_group_crosses_a_cut(monkeypatch):
     routing = dr.RoutingConfig("delta", evaluation="two_phase", group_size=5)
     model = routed_model(routing)
     stages = stages_of(model, ranks=2, schedule="1f1b", layers=(2, 4))
     plan = stages[0].layout.plan
     groups = [place.opens_group for place in plan.places if place.opens_group is not None]
     assert groups == [range(4, 5), range(5, 10), range(10, 12)]
+    opened, phase_one = [], ops.depth_mix_group_carried
+    monkeypatch.setattr(
+        ops,
+        "depth_mix_group_carried",
+        lambda sources, queries, *rest, **options: (
+            opened.append(len(queries)) or phase_one(sources, queries, *rest, **options)
+        ),
+    )
     ((_, handed), _) = forward(stages)
+    assert opened == [len(group) for group in groups]
     assert len(handed) == len(plan.held(2))
     assert [tuple(t.shape) for t in handed] == [(2, 9, 32)] * len(handed)

@@ -144,11 +144,9 @@ class PipelineLayout:
         for index, end in enumerate(ends[:-1]):
             sender, receiver = self._rank(index), self._rank(index + 1)
             held = self.plan.held(end)
-            finished = {name for name in held if name not in GROWING}
-            has[sender] |= finished
+            has[sender] |= {name for name in held if name not in GROWING}
             is_local = sender == receiver
             lacks = set(held) - has[receiver] if self.cache and not is_local else set(held)
-            has[receiver] |= finished
             hops.append(Hop(held, tuple(name for name in held if name in lacks), is_local))
         return tuple(hops)
 
