@@ -84,7 +84,7 @@ SITUATIONS = {
     "evaluated": Case(evaluates=True),
     "evaluated, zbv": Case(layout={"schedule": "zbv"}, evaluates=True),
     "tied": Case(model=TIED, clipped=0.1, steps=2),
-    "tied, both on one rank": Case(model=TIED, layout={"schedule": "zbv"}, clipped=0.1),
+    "tied, both on one rank": Case(model=TIED, layout={"schedule": "zbv"}, clipped=0.1, steps=2),
     "tied, accumulated": Case(model=TIED, accumulated=True),
     "recomputed": Case("attnres block", checkpointed=True),
     "recomputed in groups": Case("attnres two-phase", checkpointed=True),

@@ -19,7 +19,7 @@ from tests.support import METHODS, disturb_routing, routed_model, tokens
 IDS, TARGETS = tokens(2, 9), tokens(2, 9, seed=1)
 LAYOUTS = {
     "interleaved": {"ranks": 2, "schedule": "interleaved", "chunks": 3},
-    "uneven": {"ranks": 2, "schedule": "interleaved", "chunks": 2, "layers": (1, 3, 1, 1)},
+    "uneven": {"ranks": 2, "schedule": "interleaved", "chunks": 2, "layers": (3, 1, 1, 1)},
     "v": {"ranks": 3, "schedule": "zbv"},
 }
 

@@ -228,8 +228,9 @@ class Pipeline:
         self._check_batch(input_ids, targets)
         self.cache.clear()
         self._num_targets = num_targets or (targets != IGNORED).sum().item()
-        given = [x.to(self.device) for x in (input_ids, targets)]
-        arguments = {name: x.to(self.device) for name, x in arguments.items()}
+        # dense, since torch 2.11 compares strides with those of another micro-batch
+        given = [x.to(self.device).contiguous() for x in (input_ids, targets)]
+        arguments = {name: x.to(self.device).contiguous() for name, x in arguments.items()}
         schedule = self._schedule(trains, input_ids.shape)
         twins = self._twins() if trains else []
         earlier = [weight.grad for weight in twins]

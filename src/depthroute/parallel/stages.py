@@ -26,12 +26,6 @@ Loss = Callable[[Tensor, Any], Tensor]
 class Elsewhere(nn.Module):
     """In place of a layer that another stage runs."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():  # such as attention_type, which decoders ask for
-            if isinstance(value, str | int | float) and name not in vars(self):
-                setattr(self, name, value)
-
     def forward(self, hidden_states: Any, *_: Any, **__: Any) -> Any:
         return hidden_states
 
@@ -168,7 +162,7 @@ def _decoder_part(decoder: Any, layout: PipelineLayout, stage: Stage) -> Any:
     layers: list[nn.Module] = list(getattr(decoder, spec.layers))
     for index, layer in enumerate(layers):
         if index not in own:
-            layers[index] = kinds.get(index, Elsewhere)(layer)
+            layers[index] = kinds.get(index, Elsewhere)()
         elif index == 0:  # it starts the stream with the routing of its decoder
             layers[index] = first = adopted(type(layer), layer)
             first.decoder = (part,)
