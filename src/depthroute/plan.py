@@ -14,6 +14,8 @@ from functools import cached_property
 from depthroute.methods import METHODS, SITE_SIZES
 
 FINAL = "final"
+PARTIAL, STATE = GROWING = ("partial", "state")
+"""What a stream holds that every sublayer adds to; all else in it is finished."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,17 @@ class Plan(Resolved):
     def site_names(self) -> dict[int, str]:
         """Index to name of every place that owns parameters, in the order they are read."""
         return {place.index: place.name for place in self.places if place.has_site}
+
+    def held(self, layer: int) -> tuple[str, ...]:
+        """What is handed to ``layer``, by name and in the order of ``LayerState.tensors()``.
+
+        Everything but :data:`GROWING` is finished: it never changes under that name.
+        """
+        place = self.places[layer * len(self.sublayers)]
+        names = [*place.source_names[: place.num_finished]]
+        names += [PARTIAL] * place.has_partial + [STATE] * self.keeps_state
+        kept = self.depth[layer - 1].kept if layer else ()
+        return (*names, *(f"keys.{j}" for j in kept), *(f"values.{j}" for j in kept))
 
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""

@@ -163,14 +163,14 @@ class Schedule(Resolved):
 
     # the table
 
-    def plan(self, group_size: int | None, reason: str) -> Plan:
+    def plan(self, group_size: int | None, reason: str, cuts: tuple[int, ...] = ()) -> Plan:
         sums_sources = group_size is None and self._sums_sources()
         keeps_state = not sums_sources and self._needs_state()
         adds_state = (self.is_additive or self.is_centered) and not sums_sources
         is_simple = self.softmax == "query" and self.sources == "delta"
         is_simple = is_simple and keeps_state == adds_state
         last_read = self._last_read(keeps_state)
-        ends = range(self.num_sublayers + 1)
+        groups = self._groups(group_size, cuts)
         return Plan(
             **{f.name: getattr(self, f.name) for f in fields(Resolved)},
             group_size=group_size,
@@ -181,15 +181,14 @@ class Schedule(Resolved):
             adds_state=adds_state,
             stores=STORED[self.sources] if self.chooses else "nothing",
             weight_offset=-1 if self.is_centered else int(sums_sources),
-            places=tuple(self._place(i, group_size, is_simple, last_read) for i in ends),
+            places=tuple(self._place(i, g, is_simple, last_read) for i, g in enumerate(groups)),
             depth=tuple(
                 DepthRow(self.depth_sources(layer), self.depth_kept(layer))
                 for layer in range(self.num_layers)
             ),
         )
 
-    def _place(self, index: int, group_size: int | None, is_simple: bool, last_read: int) -> Place:
-        group = self._group(index, group_size)
+    def _place(self, index: int, group: range | None, is_simple: bool, last_read: int) -> Place:
         opens = group if group is not None and group.start == index else None
         chooses, has_gate = self.chooses_at(index), self.has_gate(index)
         is_simple = is_simple and chooses and not has_gate and opens is None
@@ -214,14 +213,21 @@ class Schedule(Resolved):
             fuses=is_simple and index < self.num_sublayers,
         )
 
-    def _group(self, index: int, size: int | None) -> range | None:
-        """The places that share phase 1 with ``index``; none where there is nothing to share."""
-        if size is None or index == self.num_sublayers:
-            return None
-        start = index - index % size
-        group = range(start, min(start + size, self.num_sublayers))
-        is_open = self.num_finished(start) > 1 and any(map(self.chooses_at, group))
-        return group if is_open else None
+    def _groups(self, size: int | None, cuts: tuple[int, ...]) -> list[range | None]:
+        """For each place those that share phase 1 with it; none where there is nothing to share.
+
+        A group ends at a cut, since what comes after it is computed elsewhere.
+        """
+        count = self.num_sublayers
+        groups: list[range | None] = [None] * (count + 1)
+        if size is None:
+            return groups
+        starts = sorted({*range(0, count, size), *cuts})
+        for start, stop in zip(starts, [*starts[1:], count], strict=True):
+            group = range(start, stop)
+            if self.num_finished(start) > 1 and any(map(self.chooses_at, group)):
+                groups[start:stop] = [group] * len(group)
+        return groups
 
     def _sums_sources(self) -> bool:
         """Whether the state is taken from the sources that are read anyway.
@@ -295,6 +301,12 @@ def build(
     if schedule.chooses:
         _refuse_dead_combinations(schedule)
     return schedule.plan(*_evaluation(config, schedule))
+
+
+def cut(plan: Plan, cuts: tuple[int, ...]) -> Plan:
+    """``plan`` for a stack that is cut before the sublayers ``cuts``: groups end there."""
+    rules = Schedule(**{f.name: getattr(plan, f.name) for f in fields(Resolved)})
+    return rules.plan(plan.group_size, plan.reason, cuts)
 
 
 def _refuse_misfits(config: RoutingConfig, num_layers: int, width: int | None) -> None:

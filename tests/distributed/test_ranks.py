@@ -5,72 +5,21 @@ order, and 1e-6 was measured), within 0.02 in bf16 (0.005 was measured) and 0.01
 orthogonalises in bf16.
 """
 
-import fcntl
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.distributed.ranks import seen_by_ranks, start_ranks, wait
 from tests.distributed.worker import CASES, modes
 
-ROOT = Path(__file__).parents[2]
 RANKS = 2
 BUDGET = {"bf16": 2e-2, "muon": 1e-2}
 MODES = ["ddp", "fsdp"]
 
 
-def start_ranks(*command, folder, ranks=RANKS):
-    """As torchrun does, without its start-up time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        with (folder / f"rank_{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    env=os.environ | shared | own | {"PYTHONPATH": paths},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=folder,
-                )
-            )
-    return processes
-
-
-def wait(processes, folder, timeout=120):
-    try:
-        status = [process.wait(timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    logs = "\n".join((folder / f"rank_{r}.log").read_text()[-3000:] for r in range(len(processes)))
-    return status, logs
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Everything both ranks saw; one start for all cases and all test workers, as starting takes
-    longest."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            processes = start_ranks("-m", "tests.distributed.worker", str(folder), folder=folder)
-            status, logs = wait(processes, folder)
-            assert status == [0, 0], logs
-            (folder / "done").touch()
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(RANKS)]
+    return seen_by_ranks(tmp_path_factory, "ranks", "tests.distributed.worker", RANKS)
 
 
 @pytest.mark.parametrize(("case", "mode"), [(c, m) for c in [*CASES, "frozen"] for m in modes(c)])

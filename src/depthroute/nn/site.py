@@ -290,6 +290,20 @@ class Sites(nn.Module):
             self.add_module(key, site)
             self._names[place.name] = self._by_index[place.index] = key
 
+    def within(self, plan: Plan, places: range) -> Sites:
+        """The sites of ``places`` alone, themselves and under their names, read as ``plan`` says:
+        what the part of a model holds that runs there."""
+        part = Sites.__new__(Sites)
+        nn.Module.__init__(part)
+        part.plan, part.width, part.observer = plan, self.width, self.observer
+        part._by_index = {i: key for i, key in self._by_index.items() if i in places}
+        part._names = {
+            name: key for name, key in self._names.items() if key in part._by_index.values()
+        }
+        for key in part._by_index.values():
+            part.add_module(key, self._modules[key])
+        return part
+
     def forward(self, embedding: Tensor | None = None) -> Routing:
         """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
         places = range(len(self.plan.places))

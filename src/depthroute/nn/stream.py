@@ -362,7 +362,7 @@ class ResidualStream:
             priors=priors,
             links=(),
         )
-        return after if place.opens_group is None else after._open_group(place.opens_group)
+        return after.opened()
 
     def _sum(self, output: Tensor) -> Tensor:
         """The state with ``output`` added."""
@@ -392,17 +392,22 @@ class ResidualStream:
         delta = delta.unsqueeze(-2) if plan.has_streams else delta
         state = None if self.state is None else self.state + delta
         after = _changed(self, sources=sources, partial=partial, state=state)
-        group = self.place.opens_group if self.priors else None
-        return after if group is None else after._open_group(group)
+        return after.opened() if self.priors else after
 
-    def _open_group(self, group: range) -> ResidualStream:
-        """Phase 1 for the group that starts here, if the queries ahead are known."""
-        if self.sites is None:
+    def opened(self) -> ResidualStream:
+        """With phase 1 done for the group that starts here, if the queries ahead are known.
+
+        The queries after a cut are on the other side of it, and so it is done there.
+        """
+        group = self.place.opens_group
+        if self.sites is None or group is None:
             return self
         at = (self.sites.at(i) for i in group)
         sites = [read for site in at for read in ((None,) if site is None else site.reads)]
         # a place of the group that does not choose lends its slot to one that does
-        some = next(site for site in sites if site is not None)
+        some = next((site for site in sites if site is not None), None)
+        if some is None:
+            return self
         queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
         gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
         plan = self.plan
