@@ -197,7 +197,6 @@ class RoutedDecoder(RoutedModel):
         depth_attention.restore_key_norms([getattr(x, spec.attention.module) for x in layers])
         setattr(plain, spec.layers, nn.ModuleList(layers))
         del plain.routing
-        call_through(getattr(plain, spec.final_norm), None)
         plain._no_split_modules = _family_names(self._no_split_modules)
         return plain
 

@@ -46,10 +46,9 @@ def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., An
     return call
 
 
-def call_through(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Have ``module`` called as ``call(plain_call, module, ...)`` in training, or as ever."""
-    if call is None or not IS_KNOWN:
-        vars(module).pop("_compiled_call_impl", None)
+def call_through(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have ``module`` called as ``call(plain_call, module, ...)`` while it is in training."""
+    if not IS_KNOWN:
         return
 
     def through(*args: Any, **kwargs: Any) -> Any:
