@@ -151,7 +151,7 @@ def test_the_example_trains_and_shows_its_stages(tmp_path):
     status, logs = wait(processes, tmp_path)
     assert status == [0, 0], logs
     assert "1      1     2-3     82,688      2     2     embedding, block.0" in logs
-    assert "{0: 5242880, 2: 2621440} bytes" in logs
+    assert "{0: 2621440, 2: 1310720} bytes" in logs
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", logs)]
     assert losses[0] > 5 > 3 > losses[-1]
 
