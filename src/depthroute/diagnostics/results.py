@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
@@ -158,22 +159,26 @@ def _notes(data: dict[str, Any]) -> list[str]:
         )
     for position, run in enumerate(runs):
         mine = [series for series in data["series"] if series["run"] == position]
-        name = run["name"] if len(runs) > 1 else "This run"
-        went_on = run["summary"]["steps"]
-        if run["summary"]["equal"] != "time" and mine[0]["step"] < went_on:
-            notes.append(
-                f"{name} went on to step {went_on:,}, as the curves show; where runs are of "
-                "different length, their learning rates at one step differ."
-            )
-        for series in mine:
-            if series["method"] != series["row"]["method"]:
-                notes.append(f"{series['method']} is {series['row']['method']} in {name}.")
-        for method, tuned in run["config"].get("sweep", {}).get("methods", {}).items():
-            if tuned["edge"]:
-                notes.append(
-                    f"{name}: {method} is best at {tuned['chosen']}, the {tuned['edge']} value "
-                    "that was tried, and is not reported."
-                )
-        if lost := unpaired([series["row"] for series in mine]):
-            notes.append(f"{name}: {lost}" if len(runs) > 1 else lost)
+        notes += _notes_of_run(run, mine, "" if len(runs) == 1 else run["name"])
     return notes
+
+
+def _notes_of_run(run: dict[str, Any], mine: list[dict[str, Any]], alias: str) -> Iterator[str]:
+    """``alias`` is its name, where there are others."""
+    name, went_on = alias or "This run", run["summary"]["steps"]
+    if run["summary"]["equal"] != "time" and mine[0]["step"] < went_on:
+        yield (
+            f"{name} went on to step {went_on:,}, as the curves show; where runs are of "
+            "different length, their learning rates at one step differ."
+        )
+    for series in mine:
+        if series["method"] != series["row"]["method"]:
+            yield f"{series['method']} is {series['row']['method']} in {name}."
+    for method, tuned in run["config"].get("sweep", {}).get("methods", {}).items():
+        if tuned["edge"]:
+            yield (
+                f"{name}: {method} is best at {tuned['chosen']}, the {tuned['edge']} value "
+                "that was tried, and is not reported."
+            )
+    if lost := unpaired([series["row"] for series in mine]):
+        yield f"{alias}: {lost}" if alias else lost

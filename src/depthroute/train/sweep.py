@@ -84,17 +84,7 @@ def prepare(
     extend: int = 3,
 ) -> Sweep:
     """``text`` is ``name=value,value,...``; ``changes`` are the settings that all values share."""
-    name, separator, listed = text.partition("=")
-    name = name.strip()
-    values = [
-        v for part in listed.split(",") for v in parse_assignments([f"v={part}"], "").values()
-    ]
-    is_plain = all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values)
-    if not (separator and is_plain) or len(values) < 2 or len(set(values)) < len(values):
-        raise ConfigError(
-            f"--sweep {text}: give a setting and at least two values, each once, such as "
-            "lr=1e-3,2e-3,4e-3"
-        )
+    name, values = _parsed(text)
     if name in changes:
         raise ConfigError(f"--sweep {name} and --set {name} contradict each other; give one")
     is_training = name in comparison.settings.to_dict()
@@ -114,15 +104,37 @@ def prepare(
         raise ConfigError(
             f"--sweep {name} changes the number of parameters ({words}); use --ladder"
         )
-    idle: set[str] = set()
-    if name in ("routing_lr", "routing_min_lr"):
-        for label, routing in comparison.methods:
-            model = presets.build(comparison.preset, routing, device="meta")
-            idle |= set() if model.plan.site_names() else {label}
-        if len(idle) == len(comparison.methods):
-            raise ConfigError(f"--sweep {name}: none of the methods has routing parameters")
     seeds = tuple(FIRST_SEED + n for n in range(num_seeds))
-    return Sweep(comparison, name, tuple(values), variant, seeds, extend, frozenset(idle))
+    idle = _idle(comparison, name)
+    return Sweep(comparison, name, tuple(values), variant, seeds, extend, idle)
+
+
+def _parsed(text: str) -> tuple[str, list[Any]]:
+    name, separator, listed = text.partition("=")
+    values = [
+        v for part in listed.split(",") for v in parse_assignments([f"v={part}"], "").values()
+    ]
+    is_plain = all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values)
+    if not (separator and is_plain) or len(values) < 2 or len(set(values)) < len(values):
+        raise ConfigError(
+            f"--sweep {text}: give a setting and at least two values, each once, such as "
+            "lr=1e-3,2e-3,4e-3"
+        )
+    return name.strip(), values
+
+
+def _idle(comparison: Comparison, name: str) -> frozenset[str]:
+    """Methods that have no use for the setting."""
+    if name not in ("routing_lr", "routing_min_lr"):
+        return frozenset()
+    built = {
+        label: presets.build(comparison.preset, routing, device="meta")
+        for label, routing in comparison.methods
+    }
+    idle = frozenset(label for label, model in built.items() if not model.plan.site_names())
+    if len(idle) == len(built):
+        raise ConfigError(f"--sweep {name}: none of the methods has routing parameters")
+    return idle
 
 
 def unswept(comparison: Comparison) -> Sweep:
