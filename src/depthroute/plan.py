@@ -203,7 +203,8 @@ class Plan(Resolved):
         names = [*place.source_names[: place.num_finished]]
         names += [PARTIAL] * place.has_partial + [STATE] * self.keeps_state
         kept = self.depth[layer - 1].kept if layer else ()
-        return (*names, *(f"keys.{j}" for j in kept), *(f"values.{j}" for j in kept))
+        kinds = ("keys", "values") if self.values == "keys" else ("values",)
+        return (*names, *(f"{kind}.{j}" for kind in kinds for j in kept))
 
     def num_parameters(self, width: int) -> int:
         """Routing parameters at hidden width ``width``."""

@@ -10,7 +10,14 @@ from typing import Any
 from depthroute.errors import DepthrouteError
 from depthroute.runs.directory import RunDirectory
 
-CLOCKS = {"seconds", "step_seconds", "tokens_per_second", "relative_speed", "memory_bytes"}
+CLOCKS = {
+    "seconds",
+    "step_seconds",
+    "tokens_per_second",
+    "relative_speed",
+    "memory_bytes",
+    "by_wall_clock",
+}
 """Nobody can repeat these."""
 OF_STATE = {"lines", "sha256"}
 """A checkpoint counts the lines of ``metrics.jsonl``, of which a resumed run has more."""

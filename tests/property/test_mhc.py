@@ -224,6 +224,7 @@ class Watcher:
 
     def on_read(self, stream, site, x):
         self.seen.append(stream)
+        return x
 
     def on_push(self, stream, output):
         return output

@@ -45,7 +45,7 @@ def test_it_is_recognised_while_a_model_is_loaded_in_another_dtype(dtype):
 
 def test_an_eps_of_zero_is_an_eps():
     routed = dr.convert(plain_model("llama", layers=2, rms_norm_eps=0.0), DELTA)
-    assert routed.model.layers[1]._norm(routed.model.layers[1].architecture.mlp).eps == 0.0
+    assert routed.model.layers[1]._kernel_norm(routed.model.layers[1].architecture.mlp).eps == 0.0
 
 
 DELTA = dr.RoutingConfig("delta", num_blocks=2)
@@ -73,6 +73,6 @@ def test_a_norm_that_is_more_than_its_class_is_called(change):
     routed = dr.convert(plain_model("llama", layers=2), DELTA)
     layer = routed.model.layers[1]
     sublayer = layer.architecture.attention
-    assert layer._norm(sublayer).weight is layer.input_layernorm.weight
+    assert layer._kernel_norm(sublayer).weight is layer.input_layernorm.weight
     change(layer.input_layernorm)
-    assert layer._norm(sublayer).weight is None
+    assert layer._kernel_norm(sublayer) is None
