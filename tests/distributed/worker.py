@@ -37,6 +37,7 @@ CASES = {
     "accumulated": (dr.RoutingConfig("delta"), {"accumulation": 2}),
     "checkpointed": (dr.RoutingConfig("delta"), {"gradient_checkpointing": True}),
     "bf16": (dr.RoutingConfig("delta"), {"precision": "bf16"}),
+    "regions": (dr.RoutingConfig("delta", num_blocks=2), {"compile": "aot_eager"}),
     "chunks": (dr.RoutingConfig("delta"), {"loss_chunk": 11}),
     "muon": (dr.RoutingConfig("delta"), {"optimizer": "muon", "accumulation": 2}),
 }

@@ -67,6 +67,7 @@ TRAINING: dict[str, st.SearchStrategy[Any]] = {
     "gradient_checkpointing": st.booleans(),
     "compile": st.none(),
     "loss_chunk": st.sampled_from([None, 0, 3]),
+    "importance": st.booleans(),
     "document_masking": st.booleans(),
     "on_bad_step": st.sampled_from(["stop", "skip"]),
     "spike": st.sampled_from([1.0, 5]),

@@ -44,7 +44,7 @@ def compare(run, seeds=(0,), **options):
     return run_comparison(
         small(seeds),
         run,
-        look=lambda model, tokens: diagnostics.record(diagnostics.trace(model, tokens)),
+        look=lambda model, tokens, *_: diagnostics.record(diagnostics.trace(model, tokens)),
         **options,
     )
 

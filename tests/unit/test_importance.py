@@ -1,14 +1,22 @@
 """Importance: the loss without a source, against the definition with its logit at -inf."""
 
 import math
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 from tests.support import METHODS, plain_model, routed_model, tokens
+from tests.training import SETTINGS
+from tests.unit.test_train_compare import small
 
 import depthroute as dr
+from depthroute import diagnostics
 from depthroute.diagnostics.importance import importance, rank_correlation, without
+from depthroute.diagnostics.report import write_report
 from depthroute.ops import backend, reference
+from depthroute.runs.directory import RunDirectory
+from depthroute.train.compare import run_comparison
 
 CHOOSING = [n for n in METHODS if n not in ("standard", "x0-skip", "x0-skip learned")]
 
@@ -79,6 +87,26 @@ def test_it_is_the_loss_with_the_source_hidden_from_one_site(monkeypatch, name):
             expected = loss_without(monkeypatch, model, ids, site, source) - whole
             assert abs(expected) > 1e-6  # or nothing was removed
             assert found[site][source].item() == pytest.approx(expected, rel=1e-3, abs=3e-6)
+
+
+def test_a_run_that_asks_for_it_keeps_it_and_the_report_shows_it(tmp_path):
+    settings = replace(SETTINGS, steps=2, warmup_steps=0, importance=True)
+    methods = "standard,delta-block:num_blocks=2,depth-attention"
+    run = RunDirectory.create(tmp_path / "run")
+    compared = small(methods, (0, 1), settings)
+    with closing(run):
+        run_comparison(compared, run, look=diagnostics.look)
+    standard, *others = run.read_json("traces.json")["traces"][:3]
+    assert standard["rank_correlation"] is None and standard["sites"] == []
+    for trace in others:
+        assert -1 <= trace["rank_correlation"] <= 1
+        assert all(len(s["importance"]) == len(s["weights"]) for s in trace["sites"])
+    page = tmp_path / "report.html"
+    series = {s["method"]: s["trace"] for s in write_report([run.path], page)["series"]}
+    for name, trace in series.items():
+        is_said = f"{name}: rank correlation of a source" in page.read_text()
+        assert is_said == (name != "standard")
+        assert all(len(s["importance"]) == len(s["weights"]) for s in trace["sites"])
 
 
 def test_two_phase_evaluation_changes_nothing():

@@ -56,7 +56,7 @@ def run(sweep, path, *, resume=False, look=None, **watch):
     return run_sweep(sweep, directory, runner, is_resumed=is_resumed)
 
 
-def look(model, tokens):
+def look(model, tokens, *_):
     return record(trace(model, tokens))
 
 

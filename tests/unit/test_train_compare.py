@@ -248,7 +248,7 @@ def test_every_trained_method_and_seed_is_looked_at_on_the_same_held_out_tokens(
     run = RunDirectory.create(tmp_path / "run")
     seen = []
 
-    def look(model, tokens):
+    def look(model, tokens, *_):
         seen.append(tokens)
         return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
 
@@ -304,7 +304,7 @@ def same_summary(one, other):
     return plain(one) == plain(other)
 
 
-def look(model, tokens):
+def look(model, tokens, *_):
     return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
 
 

@@ -35,7 +35,7 @@ def test_every_method_is_compiled_twice_and_never_in_between(tmp_path, scope, gr
     counters.clear()
     seen = []
 
-    def look(model, tokens):
+    def look(model, tokens, *_):
         return diagnostics.record(diagnostics.trace(model, tokens, gradients=True))
 
     summary = run_comparison(

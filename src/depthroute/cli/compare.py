@@ -136,7 +136,7 @@ def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
 
 def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
-    from depthroute.diagnostics import record, trace
+    from depthroute.diagnostics import look
     from depthroute.runs.directory import open_run
     from depthroute.runs.display import progress_bar
     from depthroute.train.compare import run_comparison
@@ -162,7 +162,7 @@ def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, d
             comparison,
             run,
             is_resumed=is_resumed,
-            look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
+            look=look,
             on_step=advance,
             note=console.print,
         )

@@ -77,6 +77,7 @@ def _prepared(comparison: Any, options: SweepOptions, changes: dict[str, Any]) -
 @contextmanager
 def _runner(jobs: int) -> Iterator[Any]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
+    from depthroute.diagnostics import look
     from depthroute.runs.display import progress_bar
     from depthroute.train.sweep import Runner, Watch
 
@@ -103,13 +104,8 @@ def _runner(jobs: int) -> Iterator[Any]:
         yield runner
 
 
-def look(model: Any, tokens: Any) -> dict[str, Any]:
-    from depthroute.diagnostics import record, trace
-
-    return record(trace(model, tokens, gradients=True))
-
-
 def main(job: Path) -> None:
+    from depthroute.diagnostics import look
     from depthroute.train.sweep import run_job
 
     run_job(json.loads(job.read_text()), look)

@@ -101,7 +101,7 @@ def _run(
     changes, out = options.changes(), options.directory(command)
     import transformers
 
-    from depthroute.diagnostics import record, trace
+    from depthroute.diagnostics import look
     from depthroute.train.launch import Request
     from depthroute.train.loop import Interrupted
 
@@ -119,7 +119,7 @@ def _run(
             tensorboard=options.tensorboard,
             wandb=options.wandb,
             watch=watching.watch(),
-            look=lambda model, tokens: record(trace(model, tokens, gradients=True)),
+            look=look,
             **source,
         )
         try:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from depthroute.diagnostics.trace import Trace
+from depthroute.diagnostics.importance import importance, rank_correlation
+from depthroute.diagnostics.trace import Trace, trace
 from depthroute.json_shape import is_finite
 
 KINDS = ("attention", "mlp", "values")
@@ -25,13 +27,20 @@ def layer_of(name: str, num_layers: int) -> int:
     return num_layers if name == "final" else int(name.split(".")[1])
 
 
-def record(trace: Trace, importance: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+def look(model: Any, tokens: Tensor, with_importance: bool = False) -> dict[str, Any]:
+    """What a run keeps of a model that it has trained."""
+    seen = trace(model, tokens, gradients=True)
+    found = importance(model, tokens, seen=seen) if with_importance and seen.sites else None
+    return record(seen, found)
+
+
+def record(trace: Trace, rises: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """Every source is named once, in ``sources``; sites refer to it by position.
 
-    With ``importance``, what :func:`depthroute.importance` found stands beside the weights of the
-    sites that it looked at.
+    With ``rises``, what :func:`depthroute.importance` found stands beside the weights of the
+    sites that it looked at, and ``rank_correlation`` says how far the two agree.
     """
-    rises = importance or {}
+    rises = rises or {}
     names = dict.fromkeys(name for site in trace.sites.values() for name in site.source_names)
     ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
     positions = {name: position for position, name in enumerate(ordered)}
@@ -65,10 +74,18 @@ def record(trace: Trace, importance: Mapping[str, Tensor] | None = None) -> dict
         for s in trace.sublayers.values()
     ]
     mean = trace.mean_normalised_max
+    pairs = [
+        (weight, rise)
+        for site in sites
+        for weight, rise in zip(site["weights"], site.get("importance", ()), strict=False)
+        if rise is not None
+    ]
+    agreement = rank_correlation(*torch.tensor(pairs).unbind(1)) if pairs else None
     return {
         "loss": trace.loss if trace.loss is None or math.isfinite(trace.loss) else None,
         "num_layers": num_layers,
         "mean_normalised_max": None if mean is None else _short(mean),
+        "rank_correlation": None if agreement is None else _short(agreement),
         "sources": ordered,
         "sites": sites,
         "sublayers": sublayers,

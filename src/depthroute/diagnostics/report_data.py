@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,7 @@ def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
         sites.append(
             {key: same[0][key] for key in ("name", "kind", "layer", "sources")}
             | {"weights": [_short(statistics.fmean(c), 4) for c in columns]}
+            | _importance(same)
             | {key: _spread(same, key) for key in ("normalised_max", "normalised_entropy")}
         )
     sublayers = [
@@ -210,7 +212,24 @@ def _mean_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
         "sources": first["sources"],
         "sites": sites,
         "sublayers": sublayers,
+        "rank_correlation": _agreement(traces),
     }
+
+
+def _importance(same: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one site, where every seed has looked for it."""
+    found = [site.get("importance", [None]) for site in same]
+    if any(rise is None for rises in found for rise in rises):
+        return {}
+    return {"importance": [_short(statistics.fmean(c), 4) for c in zip(*found, strict=True)]}
+
+
+def _agreement(traces: list[dict[str, Any]]) -> float | None:
+    """Mean rank correlation of weight and importance, where every seed has one."""
+    found = [trace.get("rank_correlation") for trace in traces]
+    if any(value is None for value in found):
+        return None
+    return _short(statistics.fmean(value for value in found if value is not None), 3)
 
 
 def _spread(rows: tuple[dict[str, Any], ...], key: str) -> list[float | None]:

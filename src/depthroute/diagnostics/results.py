@@ -174,6 +174,12 @@ def _notes_of_run(run: dict[str, Any], mine: list[dict[str, Any]], alias: str) -
     for series in mine:
         if series["method"] != series["row"]["method"]:
             yield f"{series['method']} is {series['row']['method']} in {name}."
+        agreement = (series["trace"] or {}).get("rank_correlation")
+        if agreement is not None:
+            yield (
+                f"{series['method']}{alias and ' in ' + alias}: rank correlation of a source's "
+                f"weight and the loss without it, {agreement:.2f} (hover over its map for both)."
+            )
     for method, tuned in run["config"].get("sweep", {}).get("methods", {}).items():
         if tuned["edge"]:
             yield (

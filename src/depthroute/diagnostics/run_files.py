@@ -43,10 +43,11 @@ _TRACE = {
     "seed?": WHOLE,
     "peak_memory_bytes?": WHOLE.or_null(),
     "num_layers": _LAYER,
+    "rank_correlation?": NUMBER.or_null(),
     "sources": [TEXT],
     "sites": [
         _PLACE
-        | {"sources": [WHOLE], "weights": [NUMBER]}
+        | {"sources": [WHOLE], "weights": [NUMBER], "importance?": [NUMBER.or_null()]}
         | dict.fromkeys(("normalised_max", "normalised_entropy"), NUMBER)
     ],
     "sublayers": [
@@ -161,7 +162,8 @@ def _check_traces(traces: Any, methods: list[str]) -> None:
             )
         for site in trace["sites"]:
             known = len(trace["sources"])
-            is_even = len(site["sources"]) == len(site["weights"]) > 0
+            sizes = {len(site[k]) for k in ("sources", "weights", "importance") if k in site}
+            is_even = len(sizes) == 1 and 0 not in sizes
             if not is_even or max(site["sources"]) >= known:
                 raise ValueError(f"{where}: the weights of {site['name']!r} do not fit its sources")
         # figures of one method are means over its seeds

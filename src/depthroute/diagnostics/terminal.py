@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from depthroute.diagnostics.importance import rank_correlation
 from depthroute.diagnostics.record import KINDS
 
 TITLES = {
@@ -85,7 +83,6 @@ def importance_table(record: dict[str, Any], rows: int = 12) -> RenderableType:
         )
         if rise is not None
     ]
-    rises, weights = (torch.tensor([row[n] for row in found]) for n in (0, 1))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("loss without it", "weight"):
         table.add_column(heading, justify="right")
@@ -93,7 +90,7 @@ def importance_table(record: dict[str, Any], rows: int = 12) -> RenderableType:
         table.add_column(heading, no_wrap=True)
     for rise, weight, site, source in sorted(found, reverse=True)[:rows]:
         table.add_row(f"{rise:+.4f}", f"{weight:.2f}", site, source)
-    agreement = rank_correlation(weights, rises)
+    agreement = record["rank_correlation"]
     rest = "" if len(found) <= rows else f", the first {rows} of {len(found)}"
     return Group(
         Text(f"importance in nats a token{rest}", style="bold"),

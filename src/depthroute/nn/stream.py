@@ -116,7 +116,7 @@ class ResidualStream:
         backend = _chosen_backend(embedding) if config.chooses else "torch"
         holds = config.places[0].num_finished > 0
         state = embedding if config.keeps_state else None
-        if config.has_streams:
+        if config.streams > 1:
             state = torch.stack([embedding] * config.streams, -2)
         return cls(
             plan=config,
@@ -138,7 +138,7 @@ class ResidualStream:
         """Some tensor of the stream: its shape, dtype and device are those of all."""
         held = self.sources[0] if self.sources else self.state
         assert held is not None
-        return held.select(-2, 0) if self.plan.has_streams else held
+        return held.select(-2, 0) if self.plan.streams > 1 else held
 
     @property
     def value(self) -> Tensor:
@@ -147,7 +147,7 @@ class ResidualStream:
         if self.pending is not None:
             return self.settled().value
         if self.state is not None:
-            return self.state.mean(-2) if self.plan.has_streams else self.state
+            return self.state.mean(-2) if self.plan.streams > 1 else self.state
         parts = [*self.sources] + ([self.partial] if self.partial is not None else [])
         total = parts[0]
         for part in parts[1:]:
@@ -158,7 +158,7 @@ class ResidualStream:
         """The sources that the place before sublayer ``index`` reads."""
         if self.pending is not None:
             return self.settled().visible()
-        if self.plan.has_streams and self.state is not None:
+        if self.plan.streams > 1 and self.state is not None:
             return self.state.unbind(-2)
         if not self.place.reads_unfinished:
             return self.sources
@@ -206,7 +206,7 @@ class ResidualStream:
                 f"{place.name} chooses among {place.num_sources} sources but was read without "
                 "a site; pass the nn.Site of this place (nn.Sites(plan, width) makes them all)"
             )
-        if self.plan.has_streams:
+        if self.plan.streams > 1:
             assert site is not None and self.state is not None
             x, *links = site.read_streams(self.state)
             return x, _changed(self, links=tuple(links))
@@ -367,7 +367,7 @@ class ResidualStream:
     def _sum(self, output: Tensor) -> Tensor:
         """The state with ``output`` added."""
         assert self.state is not None
-        if not self.plan.has_streams:
+        if self.plan.streams == 1:
             return self.state + output
         if not self.links:
             raise DepthrouteError(
@@ -389,7 +389,7 @@ class ResidualStream:
             partial = partial + delta
         elif sources and (is_newest or self.index == 0):
             sources = (*sources[:-1], sources[-1] + delta)
-        delta = delta.unsqueeze(-2) if plan.has_streams else delta
+        delta = delta.unsqueeze(-2) if plan.streams > 1 else delta
         state = None if self.state is None else self.state + delta
         after = _changed(self, sources=sources, partial=partial, state=state)
         return after.opened() if self.priors else after
@@ -481,7 +481,7 @@ class ResidualStream:
         sources = tuple(rest.pop(0) for _ in range(place.num_finished))
         partial = rest.pop(0) if place.has_partial else None
         state = rest.pop(0) if plan.keeps_state else None
-        links, rest = (tuple(rest), []) if plan.has_streams else ((), rest)
+        links, rest = (tuple(rest), []) if plan.streams > 1 else ((), rest)
         priors = tuple(zip(rest[::2], rest[1::2], strict=True))
         return _changed(
             self,

@@ -34,7 +34,7 @@ from depthroute.train.pace import Pace
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, StepResult, Trainer
 
-Look = Callable[[Any, Tensor], dict[str, Any]]
+Look = Callable[[Any, Tensor, bool], dict[str, Any]]
 """A trace of a trained model on some tokens, JSON-ready."""
 LOOK_SEQUENCES = 8
 SAVE_SECONDS = 600.0
@@ -403,7 +403,7 @@ def _looked_at(model: Any, trainer: Trainer, look: Look, inputs: Tensor) -> dict
         parameter.requires_grad_(True)
     try:
         with trainer.looking():
-            return look(model, inputs)
+            return look(model, inputs, trainer.settings.importance)
     finally:
         for parameter in frozen:
             parameter.requires_grad_(False)

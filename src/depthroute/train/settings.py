@@ -37,7 +37,7 @@ _NUMBERS: dict[str, dict[str, Any]] = {
     "decay_fraction": {"above": 0.0, "most": 1.0},
 }
 _OPTIONAL = ("validate_every", "save_every", "loss_chunk")
-_SWITCHES = ("gradient_checkpointing", "document_masking")
+_SWITCHES = ("gradient_checkpointing", "importance", "document_masking")
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,8 @@ class TrainSettings:
     numbers. 0 makes the logits of all tokens first, as the model's own forward does."""
     compile_scope: str = "regions"
     """What is compiled: what layers have in common, once for all of them, or the whole model."""
+    importance: bool = False
+    """After training, also how much the loss rises where a site may not read a source."""
     document_masking: bool = False
     """Attention and positions start anew at every document of a packed sequence."""
     on_bad_step: str = "stop"
