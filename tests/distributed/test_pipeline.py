@@ -146,6 +146,7 @@ def test_one_process_runs_several_chunks_without_sending(layout):
     assert set(map(tuple, found["bytes"].values())) == {(0, 0)}
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_shows_its_stages(tmp_path):
     processes = start_ranks(str(ROOT / "examples" / "pipeline.py"), folder=tmp_path)
     status, logs = wait(processes, tmp_path)

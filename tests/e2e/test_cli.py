@@ -61,6 +61,7 @@ SWEEP += ["--set", "sequence_length=16", "--set", "validation_sequences=4"]
 SWEEP += ["--model", "num_hidden_layers=1", "--model", "hidden_size=16"]
 
 
+@pytest.mark.slow
 def test_a_sweep_side_by_side_comes_to_the_result_of_one_run_after_the_other(
     depthroute, tmp_path, book
 ):

@@ -76,7 +76,13 @@ def test_the_number_of_graphs_does_not_depend_on_depth(name):
     assert counts == [GRAPHS[name] + 1] * 2
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+ALIKE = {"mistral", "qwen2", "starcoder2", "granite", "olmo2", "gemma2", "phi3", "mixtral"}
+"""Families whose layers are of one kind, as llama's."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow if f in ALIKE else ()) for f in SETTINGS]
+)
 def test_a_family_has_a_graph_for_each_kind_of_sublayer(family):
     routing = dr.RoutingConfig("delta", num_blocks=2, init="gate")
     model = disturb_routing(dr.convert(family_model(family), routing)).train()
