@@ -62,5 +62,6 @@ def processor_seconds(*arguments):
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_help_and_version_are_there_at_once(option):
-    """By the processor's time, in the best of a few tries: other work does not count."""
-    assert any(processor_seconds("-m", "depthroute", option) < CPU_SECONDS for _ in range(4))
+    """By the processor's time, in the best of a dozen tries: other work on the same cores, which
+    takes caches away, does not count."""
+    assert any(processor_seconds("-m", "depthroute", option) < CPU_SECONDS for _ in range(12))
