@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Commands, Device, Preset, app
@@ -117,10 +118,10 @@ class OutputOptions:
 
 def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:
     """Without the columns that no row has a figure for."""
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     used = [name for name in columns if any(row.get(name) is not None for row in rows)]
     for name in used:
-        table.add_column(HEADINGS.get(name, (name,))[0])
+        table.add_column(HEADINGS.get(name, (name,))[0], no_wrap=name in ("method", "who"))
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in used))
     return table
