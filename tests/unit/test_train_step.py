@@ -40,6 +40,7 @@ def test_recomputing_activations_changes_no_loss(method):
     ("method", "backend", "scope"),
     [
         ("standard", "eager", "whole"),
+        ("delta", "eager", "whole"),
         ("standard", "eager", "regions"),
         ("delta", "inductor", "regions"),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthroute.diagnostics.importance import importance, rank_correlation
-from depthroute.diagnostics.trace import Trace, trace
+from depthroute.diagnostics.trace import SiteTrace, Trace, trace
 from depthroute.json_shape import is_finite
 
 KINDS = ("attention", "mlp", "values")
@@ -45,23 +45,9 @@ def record(trace: Trace, rises: Mapping[str, Tensor] | None = None) -> dict[str,
     ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
     positions = {name: position for position, name in enumerate(ordered)}
     num_layers = 1 + max(layer_of(name, 0) for name in trace.sublayers)
-    sites = []
-    for site in trace.sites.values():
-        of_site = {
-            "name": site.name,
-            "kind": kind_of(site.name),
-            "layer": layer_of(site.name, num_layers),
-            "sources": [positions[name] for name in site.source_names],
-            "weights": [_short(w) for w in site.weights.tolist()],
-            "max_weight": _short(site.max_weight),
-            "normalised_max": _short(site.normalised_max),
-            "normalised_entropy": _short(site.normalised_entropy),
-        }
-        if site.name in rises:
-            of_site["importance"] = [_finite(rise) for rise in rises[site.name].tolist()]
-        if site.mixing is not None:
-            of_site["kept"] = _short(site.mixing.diagonal().mean().item())
-        sites.append(of_site)
+    sites = [
+        _site(site, positions, num_layers, rises.get(site.name)) for site in trace.sites.values()
+    ]
     sublayers = [
         {
             "name": s.name,
@@ -74,13 +60,7 @@ def record(trace: Trace, rises: Mapping[str, Tensor] | None = None) -> dict[str,
         for s in trace.sublayers.values()
     ]
     mean = trace.mean_normalised_max
-    pairs = [
-        (weight, rise)
-        for site in sites
-        for weight, rise in zip(site["weights"], site.get("importance", ()), strict=False)
-        if rise is not None
-    ]
-    agreement = rank_correlation(*torch.tensor(pairs).unbind(1)) if pairs else None
+    agreement = _agreement(sites)
     return {
         "loss": trace.loss if trace.loss is None or math.isfinite(trace.loss) else None,
         "num_layers": num_layers,
@@ -90,6 +70,37 @@ def record(trace: Trace, rises: Mapping[str, Tensor] | None = None) -> dict[str,
         "sites": sites,
         "sublayers": sublayers,
     }
+
+
+def _site(
+    site: SiteTrace, positions: Mapping[str, int], num_layers: int, rises: Tensor | None
+) -> dict[str, Any]:
+    of_site = {
+        "name": site.name,
+        "kind": kind_of(site.name),
+        "layer": layer_of(site.name, num_layers),
+        "sources": [positions[name] for name in site.source_names],
+        "weights": [_short(w) for w in site.weights.tolist()],
+        "max_weight": _short(site.max_weight),
+        "normalised_max": _short(site.normalised_max),
+        "normalised_entropy": _short(site.normalised_entropy),
+    }
+    if rises is not None:
+        of_site["importance"] = [_finite(rise) for rise in rises.tolist()]
+    if site.mixing is not None:
+        of_site["kept"] = _short(site.mixing.diagonal().mean().item())
+    return of_site
+
+
+def _agreement(sites: list[dict[str, Any]]) -> float | None:
+    """Of weight and importance, over all pairs of a site and a source that were tried."""
+    pairs = [
+        (weight, rise)
+        for site in sites
+        for weight, rise in zip(site["weights"], site.get("importance", ()), strict=False)
+        if rise is not None
+    ]
+    return rank_correlation(*torch.tensor(pairs).unbind(1)) if pairs else None
 
 
 def first_not_finite(record: dict[str, Any]) -> str | None:
