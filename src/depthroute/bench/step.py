@@ -18,6 +18,7 @@ from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
+from depthroute.models.convert import revert
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.settings import TrainSettings
@@ -27,6 +28,8 @@ WARMUP_STEPS = 3
 ROUNDS = 2
 RECOMPILE_LIMIT = 64
 COMPILER = "inductor"
+PLAIN = Method("transformers", RoutingConfig(BASELINE))
+"""The family's own model as transformers has it, whole, with its own attention and loss."""
 
 
 @dataclass(frozen=True)
@@ -70,30 +73,60 @@ def move_queries(model: Any) -> None:
         parameter.add_(0.02 * torch.randn_like(parameter))
 
 
+def plain(model: Any) -> Any:
+    """The same weights in the family's own class, with torch's attention as transformers calls
+    it."""
+    found = revert(model)
+    found.set_attn_implementation("sdpa")
+    return found
+
+
+class PlainTrainer(trainer.Trainer):
+    """Takes the loss that the model itself computes, so that it is compiled with it."""
+
+    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+        with self._autocast():
+            return self.model(
+                input_ids=batch.inputs,
+                labels=batch.targets,
+                shift_labels=batch.targets,
+                num_items_in_batch=1,
+                use_cache=False,
+            ).loss
+
+
 class StepRunner:
     """One method, ready to take steps on one batch."""
 
     def __init__(self, settings: Settings, label: str, routing: RoutingConfig) -> None:
         self.label, self.device = label, torch.device(settings.device)
         self.peak_tflops = settings.peak_tflops
-        self.model = build(settings, routing)
-        move_queries(self.model)
+        model = build(settings, routing)
+        move_queries(model)
         shape = settings.batch_size, settings.sequence_length
+        self.flops = flops.per_token(model, settings.sequence_length)["total"]
+        self.evaluation = model.plan.reason
+        is_plain = label == PLAIN.label
+        is_whole = settings.whole or (is_plain and not settings.eager)
+        self.model = plain(model) if is_plain else model
         training = TrainSettings(
             *(1, *shape),
             lr=1e-4,
             min_lr=1e-4,
             compile=None if settings.eager else COMPILER,
-            compile_scope="whole" if settings.whole else "regions",
+            compile_scope="whole" if is_whole else "regions",
+            loss_chunk=0 if is_plain else None,
             gradient_checkpointing=settings.gradient_checkpointing,
         )
-        self.trainer = trainer.Trainer(self.model, training)
+        self.trainer = (PlainTrainer if is_plain else trainer.Trainer)(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
         self.batch = Batch(self.ids, self.ids.roll(-1, 1))
+        self.losses: list[float] = []
+        """Of every step since the start, on the same batch for every method."""
 
     def step(self) -> None:
         """The very step that training takes."""
-        self.trainer.take_step(self.batch)
+        self.losses.append(self.trainer.take_step(self.batch).loss)
 
     def warm_up(self, steps: int = WARMUP_STEPS) -> float:
         """Seconds of the first steps, most of which is compilation."""
@@ -127,14 +160,15 @@ class StepRunner:
     def figures(self, times: Sequence[float]) -> dict[str, Any]:
         milliseconds = statistics.median(times)
         speed = self.ids.numel() / milliseconds * 1e3
-        tflops = speed * flops.per_token(self.model, self.ids.shape[1])["total"] / 1e12
+        tflops = speed * self.flops / 1e12
         return {
             "ms": milliseconds,
             "tokens_per_second": speed,
             "tflops": tflops,
             "mfu": None if self.peak_tflops is None else tflops / self.peak_tflops,
-            "evaluation": self.model.plan.reason,
+            "evaluation": self.evaluation,
             "steps": len(times),
+            "losses": self.losses.copy(),
         }
 
 

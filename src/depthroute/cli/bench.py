@@ -151,6 +151,10 @@ class StepOptions:
         bool,
         typer.Option("--whole", help="Compile the model as one graph, not what its layers share."),
     ] = False
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Also the family's own model, as transformers has it."),
+    ] = False
     gradient_checkpointing: Annotated[
         bool,
         typer.Option("--gradient-checkpointing", help="Recompute layers in backward, for memory."),
@@ -269,6 +273,7 @@ def measure_step(
     about = settings.to_dict() | {"methods": model.methods, "steps": options.steps}
     record = output.record("step", **about)
     prepare(record, settings, [method.label for method in methods])
+    methods += [stepping.PLAIN] if options.plain else []
     with output.watching(record):
         stepping.run(
             record, settings, methods, steps=options.steps, rounds=options.alone, profile=profile
