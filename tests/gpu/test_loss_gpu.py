@@ -14,6 +14,8 @@ from tests.training import SETTINGS, build, take_steps, words
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,8 +48,8 @@ def test_a_step_waits_for_nothing_and_repeats_bit_for_bit():
     inputs = {name: t.requires_grad_() for name, t in case.inputs("cuda").items()}
     targets, results = case.targets("cuda"), []
     for _ in range(2):
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             loss = ops.linear_cross_entropy(*inputs.values(), targets, chunk=case.chunk)
             results.append([loss, *torch.autograd.grad(loss, [*inputs.values()])])
         finally:

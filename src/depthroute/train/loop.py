@@ -173,8 +173,8 @@ class Experiment:
             return
         self.taken += 1
         memory = meter.peak_bytes(resident)
-        if memory is not None:
-            self.memory[label] = max(memory, self.memory.get(label, 0))
+        if memory is not None:  # a graph that is replayed allocates nothing
+            memory = self.memory[label] = max(memory, self.memory.get(label, 0))
         memory = memory or process_memory()
         if result.skipped is not None:  # its loss may be no number, and no curve should hold it
             self.record("skipped", label, step=result.step, reason=result.skipped)

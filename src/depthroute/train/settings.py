@@ -83,6 +83,8 @@ class TrainSettings:
     numbers. 0 makes the logits of all tokens first, as the model's own forward does."""
     compile_scope: str = "regions"
     """What is compiled: what layers have in common, once for all of them, or the whole model."""
+    cuda_graph: bool | None = None
+    """Replay forward and backward as a CUDA graph; left out, wherever that can be."""
     importance: bool = False
     """After training, also how much the loss rises where a site may not read a source."""
     document_masking: bool = False
@@ -123,7 +125,7 @@ class TrainSettings:
         choices |= {"compile_scope": SCOPES}
         for name, allowed in choices.items():
             check_choice(f"train.{name}", getattr(self, name), allowed)
-        for name in _SWITCHES:
+        for name in (*_SWITCHES, *(["cuda_graph"] if self.cuda_graph is not None else [])):
             check_switch(f"train.{name}", getattr(self, name))
         if self.compile is not None:
             check_choice("train.compile", self.compile, _compilers())

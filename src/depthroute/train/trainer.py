@@ -24,6 +24,7 @@ from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, u
 from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.divergence import locate
+from depthroute.train.graphs import GradientGraphs
 from depthroute.train.loss import head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
@@ -98,6 +99,7 @@ class Trainer:
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.device = next(model.parameters()).device
+        self.graphs = self._graphs()
         model.train()
 
     def _compile(self, backend: str) -> None:
@@ -108,6 +110,24 @@ class Trainer:
             return
         options = compile_options() if backend == "inductor" else None
         self.model.compile(backend=backend, dynamic=False, options=options)
+
+    def _graphs(self) -> GradientGraphs | None:
+        settings, reason = self.settings, None
+        if self.device.type != "cuda":
+            reason = f"the model is on {self.device}, not on a CUDA device"
+        elif self.world.size > 1:
+            reason = f"{self.world.size} processes exchange gradients in every step"
+        elif settings.gradient_checkpointing:
+            reason = "gradient_checkpointing keeps the state of the random numbers"
+        elif settings.document_masking:
+            reason = "document_masking makes a mask of every batch"
+        if reason is not None and settings.cuda_graph:
+            raise ConfigError(
+                f"train.cuda_graph=true cannot be: {reason}. Leave it out, or set it to false"
+            )
+        if reason is not None or settings.cuda_graph is False:
+            return None
+        return GradientGraphs(self._part_gradients, self.inner)
 
     @property
     def is_done(self) -> bool:
@@ -123,15 +143,8 @@ class Trainer:
         set_rates(self.optimizer, step, self.settings)
         lr = self.optimizer.param_groups[0]["lr"]
         tokens = round(self.world.sum(batch.num_targets))
-        total = torch.zeros((), device=self.device)
         parts = batch.to(self.device).split(self.settings.accumulation)
-        for index, part in enumerate(parts):
-            # each rank's gradient is averaged with the others', so its share of the mean is
-            # its sum times the number of ranks
-            with syncing(self.model, index == len(parts) - 1):
-                loss = self._loss_sum(part) / tokens
-                (loss * self.world.size if self.world.size > 1 else loss).backward()
-            total += loss.detach()
+        total = self._gradients(parts, torch.full((), float(tokens), device=self.device))
         norm = global_norm_clipped(self.inner, self.settings.clip)
         # reading both numbers also waits for an accelerator, so the time is the step's
         values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
@@ -152,6 +165,23 @@ class Trainer:
             tokens=tokens,
             skipped=skipped,
         )
+
+    def _gradients(self, parts: list[Batch], count: Tensor) -> Tensor:
+        """The mean loss of a step with ``count`` targets; the parameters hold its gradients."""
+        if self.graphs is not None:
+            return self.graphs(parts, count)
+        total = torch.zeros_like(count)
+        for index, part in enumerate(parts):
+            with syncing(self.model, index == len(parts) - 1):
+                total += self._part_gradients(part, count)
+        return total
+
+    def _part_gradients(self, part: Batch, count: Tensor) -> Tensor:
+        loss = self._loss_sum(part) / count
+        # each rank's gradient is averaged with the others', so its share of the mean is its sum
+        # times the number of ranks
+        (loss * self.world.size if self.world.size > 1 else loss).backward()
+        return loss.detach()
 
     def _judge(self, values: dict[str, float], parts: list[Batch], lr: float) -> str | None:
         """None for a good step; for a bad one an error, or by policy the reason to skip it."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from depthroute.errors import DepthrouteError
 
+KEEPS_MATERIALISED = "ban_recompute_materialized_backward"
 IS_KNOWN = hasattr(nn.Module, "_compiled_call_impl") and hasattr(nn.Module, "_call_impl")
 
 
@@ -29,6 +30,8 @@ def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., An
 
     code = function.__code__.replace(co_name=f"region_{name}")  # compilations are counted by this
     alone = FunctionType(code, function.__globals__, code.co_name)
+    if "mode" not in options and "options" not in options:  # which are Inductor's own
+        options["backend"] = recomputing(options.get("backend", "inductor"))
     compiled = torch.compile(alone, fullgraph=True, **options)
 
     def call(*args: Any) -> Any:
@@ -44,6 +47,27 @@ def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., An
             ) from error
 
     return call
+
+
+def recomputing(backend: Any) -> Any:
+    """``backend``; Inductor keeps less of a region for its backward.
+
+    By itself it keeps whatever a matrix product of the backward reads. What a kernel of the
+    backward makes again from other things that are kept, such as the output of a norm or the
+    product with a gate, is a fifth of the activations of a Llama.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config
+
+    if backend != "inductor" or not hasattr(config, KEEPS_MATERIALISED):
+        return backend
+    inductor: Any = lookup_backend(backend)
+
+    def compile_recomputing(graph: Any, inputs: Any) -> Any:
+        with config.patch({KEEPS_MATERIALISED: False}):
+            return inductor(graph, inputs)
+
+    return compile_recomputing
 
 
 def call_through(module: nn.Module, call: Callable[..., Any]) -> None:
