@@ -123,6 +123,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "step": speed.step,
     "step-parts": speed.step_parts,
     "step-slice": speed.step_slice,
+    "trained-steps": speed.trained_steps,
+    "widths": speed.widths,
     "decode": speed.decode,
     "compare": models.compare,
     "compare-steps": models.compare_steps,

@@ -208,6 +208,75 @@ def step() -> str:
     return step_table("step_h200_0.6b", SPEED_TARGETS, MEMORY_TARGETS)
 
 
+def trained_steps() -> str:
+    """Steps as the training loop takes them: attention without a mask, no whole logits, regions
+    and graphs."""
+    plain = load("step_h200_0.6b_plain")
+    rows = {row["method"]: row for row in plain["rows"]}
+    other, ours = rows["transformers"], rows["transformers"]["standard"]
+    faster, pairs = (
+        other["ms"] / ours["ms"],
+        zip(rows["standard"]["losses"], other["losses"], strict=False),
+    )
+    furthest = max(abs(a - b) / b for a, b in pairs)
+    return "\n".join(
+        [
+            source("step_h200_0.6b_plain", plain["machine"]),
+            f"Compiled plain transformers takes {other['ms']:.1f} ms and "
+            f"{other['peak_gb']:.1f} GB, standard beside it {ours['ms']:.1f} ms, "
+            f"{judged(f'{faster:.2f}', faster >= 1.3)} times as fast (target 1.30).",
+            f"Over {len(other['losses'])} steps in bf16 their losses differ by at most "
+            f"{furthest:.1%}.\n",
+            trained_table("step_h200_0.6b_graphs"),
+            trained_table("step_h200_100m"),
+        ]
+    )
+
+
+def trained_table(name: str) -> str:
+    data = load(name)
+    wanted = TRAINED[data["settings"]["preset"]]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        method, ratio = row["method"], row["relative_speed"]
+        first = [METHODS.get(method, method), f"{row['ms']:.1f}"]
+        last = [f"{row['idle_ms']:.1f}", f"{row['peak_gb']:.1f}", f"{row['relative_memory']:+.1%}"]
+        last += [f"{row['warmup_s']:.0f}"]
+        if method == "standard":
+            return [*first, "", "", *last]
+        least = wanted[method]
+        return [*first, judged(f"{ratio:.3f}", ratio >= least), f"{least}", *last]
+
+    head = "method|ms|relative speed|target|GPU idle, ms|peak, GB|memory|first steps, s"
+    return source(name, data["machine"]) + "\n" + table(head.split("|"), map(cells, data["rows"]))
+
+
+def widths() -> str:
+    """Shapes of the sweep that miss, the worst first."""
+    name = "widths_h200_part1"
+    data = load(name)
+    timed = [row for row in data["rows"] if row["status"] == "timed"]
+
+    def is_missed(row: dict[str, Any]) -> bool:
+        return row["forward_frac"] < WIDTH_TARGETS[0] or row["both_frac"] < WIDTH_TARGETS[1]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        fractions = row["forward_frac"], row["both_frac"]
+        pairs = zip(fractions, WIDTH_TARGETS, strict=True)
+        return [
+            *(str(row[what]) for what in "SD"),
+            *(judged(f"{found:.2f}", found >= least) for found, least in pairs),
+        ]
+
+    missed = sorted(filter(is_missed, timed), key=lambda row: row["both_frac"])
+    least = "forward {:.2f}, with backward {:.2f}".format(*WIDTH_TARGETS)
+    return (
+        source(name, data["machine"])
+        + f"\n{len(timed)} shapes, of which {len(missed)} miss a target ({least} of the speed of a "
+        "copy):\n\n" + table(["sources", "width", "forward", "with backward"], map(cells, missed))
+    )
+
+
 def step_slice() -> str:
     return step_table("step_h200_7.57b_slice", {"delta-block": SLICE_TARGET}, {})
 
@@ -249,6 +318,25 @@ def decode() -> str:
 
 
 # targets
+
+TRAINED: dict[str, dict[str, float]] = {
+    "delta-0.6b": {
+        "delta-block": 0.975,
+        "attnres-block:num_blocks=8": 0.955,
+        "depth-attention": 0.98,
+        "delta": 0.88,
+        "attnres-full": 0.88,
+    },
+    "100m": {
+        "delta-block": 0.97,
+        "attnres-block": 0.96,
+        "depth-attention": 0.97,
+        "delta": 0.88,
+        "attnres-full": 0.88,
+    },
+}
+"""Of standard's speed, by preset."""
+WIDTH_TARGETS = 0.88, 0.80
 
 
 def all_targets() -> list[tuple[str, float]]:

@@ -121,13 +121,16 @@ class Trainer:
             reason = "gradient_checkpointing keeps the state of the random numbers"
         elif settings.document_masking:
             reason = "document_masking makes a mask of every batch"
-        if reason is not None and settings.cuda_graph:
-            raise ConfigError(
-                f"train.cuda_graph=true cannot be: {reason}. Leave it out, or set it to false"
-            )
+        self._must_capture(reason)
         if reason is not None or settings.cuda_graph is False:
             return None
         return GradientGraphs(self._part_gradients, self.inner)
+
+    def _must_capture(self, obstacle: str | None) -> None:
+        if obstacle is not None and self.settings.cuda_graph:
+            raise ConfigError(
+                f"train.cuda_graph=true cannot be: {obstacle}. Leave it out, or set it to false"
+            )
 
     @property
     def is_done(self) -> bool:
@@ -169,7 +172,9 @@ class Trainer:
     def _gradients(self, parts: list[Batch], count: Tensor) -> Tensor:
         """The mean loss of a step with ``count`` targets; the parameters hold its gradients."""
         if self.graphs is not None:
-            return self.graphs(parts, count)
+            total = self.graphs(parts, count)
+            self._must_capture(self.graphs.obstacle)
+            return total
         total = torch.zeros_like(count)
         for index, part in enumerate(parts):
             with syncing(self.model, index == len(parts) - 1):
