@@ -139,7 +139,7 @@ def test_autocast_trains():
 )
 def test_compiled_fullgraph_trains_the_same_curve(name, backend):
     """The hardest graph through inductor, which takes longest; the others traced."""
-    layers = 3 if name == "roles two-phase" else 2  # two blocks
+    layers = 3 if name in ("roles two-phase", "delta block") else 2  # several blocks
     eager = curve(routed_model(name, layers=layers, amount=0.1).train(), steps=4)
     model = routed_model(name, layers=layers, amount=0.1).train()
     torch._dynamo.reset()

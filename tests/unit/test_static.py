@@ -181,7 +181,7 @@ def test_moving_a_stream_moves_its_logits():
     "name", [pytest.param("static", marks=pytest.mark.slow), "static replacement"]
 )
 def test_a_compiled_model_is_one_graph_with_the_same_gradients(name):
-    model, ids = routed_model(name, layers=2), tokens()
+    model, ids = routed_model(name, layers=3), tokens()
 
     def gradients(forward):
         model.zero_grad()
