@@ -16,7 +16,7 @@ QUICK_TESTS := \
 	tests/parity/test_reference_checkpoints.py tests/unit/test_docs_command_lines.py \
 	tests/unit/test_train_data.py tests/unit/test_train_loop.py tests/unit/test_train_settings.py
 
-.PHONY: demo check quick test lint style types format clean
+.PHONY: demo check quick test suite lint style types format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/depthroute compare --preset tiny
@@ -27,7 +27,10 @@ check: style
 quick: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK_TESTS)
 
-test: $(VENV)/.dev lint
+test: style
+	$(MAKE) --no-print-directory --jobs 2 types suite
+
+suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: style types
@@ -43,15 +46,18 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Files are compiled when they are imported: most of what is installed never is
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
 	touch $@ $(VENV)/.demo
 
 clean:

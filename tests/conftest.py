@@ -1,7 +1,8 @@
-"""Shared by every test: repeatable draws, and one thread a worker when workers share the cores."""
+"""Shared by every test: repeatable draws, and little work beside what is tested."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -18,8 +19,15 @@ settings.register_profile(
 )
 settings.load_profile("depthroute")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # workers share the cores, and forks have no other threads
+# a pool of compiling processes costs more to start than the few small kernels here to compile
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_collection_finish():
+    """What imports made stays to the end; the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,9 @@ import fcntl
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import forked_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,31 +16,20 @@ def start_ranks(*command, folder, ranks=2):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-        with (folder / f"rank_{rank}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    env=os.environ | shared | own | {"PYTHONPATH": paths},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    cwd=folder,
-                )
-            )
-    return processes
+    return [
+        forked_python(*command, folder=folder, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(ranks)
+    ]
 
 
-def wait(processes, folder, timeout=300):
+def wait(processes, timeout=300):
+    """How each ended, and what they said."""
     try:
-        status = [process.wait(timeout) for process in processes]
+        logs = "\n".join(text for p in processes for text in p.communicate(timeout))
     finally:
         for process in processes:
             process.kill()
-    logs = "\n".join((folder / f"rank_{r}.log").read_text()[-3000:] for r in range(len(processes)))
-    return status, logs
+    return [process.returncode for process in processes], logs
 
 
 def seen_by_ranks(tmp_path_factory, name, module, ranks=2):
@@ -53,7 +42,7 @@ def seen_by_ranks(tmp_path_factory, name, module, ranks=2):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             processes = start_ranks("-m", module, str(folder), folder=folder, ranks=ranks)
-            status, logs = wait(processes, folder)
+            status, logs = wait(processes)
             assert status == [0] * ranks, logs
             (folder / "done").touch()
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]

@@ -149,7 +149,7 @@ def test_one_process_runs_several_chunks_without_sending(layout):
 @pytest.mark.slow
 def test_the_example_trains_and_shows_its_stages(tmp_path):
     processes = start_ranks(str(ROOT / "examples" / "pipeline.py"), folder=tmp_path)
-    status, logs = wait(processes, tmp_path)
+    status, logs = wait(processes)
     assert status == [0, 0], logs
     assert "1      1     2-3     82,688      2     2     embedding, block.0" in logs
     assert "{0: 2621440, 2: 1310720} bytes" in logs

@@ -88,7 +88,7 @@ def test_the_first_rank_looks_at_the_trained_model_and_the_others_do_not_wait_fo
     options += ["--model", "num_hidden_layers=2", "--model", "hidden_size=16", "--cache", "cache"]
     options += ["--set", "batch_size=4", "--set", "sequence_length=16", "--parallel", mode]
     processes = start_ranks("-m", "depthroute", "train", *options, folder=tmp_path)
-    status, logs = wait(processes, tmp_path)
+    status, logs = wait(processes)
     assert status == [0, 0], logs
     (trace,) = json.loads((tmp_path / "run" / "traces.json").read_text())["traces"]
     assert trace["sites"] and all(s["gradient_rms"] > 0 for s in trace["sublayers"])

@@ -1,13 +1,13 @@
 """The command line as a user meets it: what it prints, what it leaves, how it ends."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from tests.processes import forked_command
 
 from depthroute.cli import app
 
@@ -122,13 +122,7 @@ def test_compare_as_json_prints_the_summary_alone(depthroute, tmp_path, book):
 def test_an_interrupt_says_so_and_keeps_what_was_finished(tmp_path, book):
     arguments = [*SHORT, "--steps", "100000", "--set", "validate_every=2"]
     arguments += ["--data", book, "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        command("compare", *arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = forked_command("compare", *arguments)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count('"validation"') >= 6):

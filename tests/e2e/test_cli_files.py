@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from tests.checkpoints import TEXT, save
+from tests.processes import forked_command
 from tests.runs import write_run
 
 from depthroute import cli
@@ -35,7 +34,7 @@ def wait_for(path, process):
     for _ in range(1200):
         if path.exists() and path.stat().st_size:
             return
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stderr
         time.sleep(0.05)
     pytest.fail(f"{path} was never written")
 
@@ -43,16 +42,14 @@ def wait_for(path, process):
 def test_a_second_process_is_told_of_the_first_and_does_not_disturb_it(tmp_path, depthroute, train):
     out = tmp_path / "run"
     command = [*train, "--steps", "100000", "--out", str(out), "--resume", "auto"]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "depthroute", *command], stderr=subprocess.PIPE, text=True
-    )
+    first = forked_command(*command)
     wait_for(out / "metrics.jsonl", first)
     status, _, error = depthroute(*command)
     assert status == 2
     assert error.count("\n") == 1
     assert f"{out}: process {first.pid} is writing there" in error
     assert first.poll() is None
-    os.kill(first.pid, signal.SIGKILL)
+    first.kill()
     first.communicate()
     steps = [r["step"] for r in RunDirectory(out).records() if r["event"] == "step"]
     assert steps == list(range(len(steps)))

@@ -5,12 +5,12 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from tests.processes import forked_command
 from tests.support import llama_config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -129,38 +129,28 @@ def test_a_finished_run_whose_model_or_summary_is_lost_writes_it_again(depthrout
         assert json.loads((out / "summary.json").read_text()) == json.loads(printed)
 
 
-def start(*arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "depthroute", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )
-
-
 def wait_for_steps(process, out, steps):
     metrics = out / "metrics.jsonl"
     for _ in range(1200):
         if metrics.exists() and metrics.read_text().count('"step"') > steps:
             return
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stderr
         time.sleep(0.05)
     pytest.fail("no steps were taken")
 
 
 def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
     """kill -9 at whatever moment it comes, and SIGTERM once more on the way."""
-    arguments = ["--data", texts, *SMALL, "--steps", 500, "--set", "save_every=7"]
+    arguments = ["--data", texts, *SMALL, "--steps", 250, "--set", "save_every=7"]
     arguments += ["--set", "validate_every=50"]
     cut = [*arguments, "--out", tmp_path / "cut", "--resume", "auto"]
-    process = start("train", *cut)
+    process = forked_command("train", *cut)
     wait_for_steps(process, tmp_path / "cut", 20)
     time.sleep(random.random() / 10)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    process = start("train", *cut)
+    process = forked_command("train", *cut)
     wait_for_steps(process, tmp_path / "cut", 60)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -170,7 +160,7 @@ def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
     assert status == 0, err
     status, _, err = depthroute("train", *arguments, "--out", tmp_path / "straight")
     assert status == 0, err
-    assert len(losses(tmp_path / "cut")) == 500
+    assert len(losses(tmp_path / "cut")) == 250
     assert losses(tmp_path / "cut") == losses(tmp_path / "straight")
 
 
@@ -294,7 +284,7 @@ def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, tex
     out = tmp_path / "run"
     options = ["--methods", "standard,delta", "--seeds", 1, "--steps", 40, *SMALL]
     options += ["--data", texts, "--set", "validate_every=5"]
-    process = start("compare", *options, "--out", out)
+    process = forked_command("compare", *options, "--out", out)
     wait_for_steps(process, out, 12)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)

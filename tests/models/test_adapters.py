@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 
 import depthroute as dr
+from depthroute import files
+from tests.processes import Forked
 from tests.support import disturb_routing, plain_model, routed_model, tokens
 
 
@@ -128,28 +127,14 @@ def test_a_save_killed_midway_leaves_the_old_checkpoint(tmp_path):
     """kill -9 while the new weights are on disk but not yet in place."""
     first = routed_model("delta", seed=1)
     first.save_pretrained(tmp_path / "m")
-    script = textwrap.dedent(f"""
-        import sys, time
-        from depthroute import files
-        from tests.support import routed_model
-        def wait(folder):
-            print("written", flush=True)
-            time.sleep(60)
-        files.sync = wait
-        routed_model("delta", seed=2).save_pretrained({str(tmp_path / "m")!r})
-    """)
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=os.getcwd(),
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        assert process.stdout.readline().strip() == "written"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+
+    def save_until_killed():
+        files.sync = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+        routed_model("delta", seed=2).save_pretrained(tmp_path / "m")
+
+    process = Forked(save_until_killed)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     loaded = dr.from_pretrained(tmp_path / "m").eval()
     assert torch.equal(loaded(tokens()).logits, first(tokens()).logits)
     # what the dead process left behind is cleared by the next save

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
-from tests.families import SETTINGS, family_config, family_model
+from tests.families import SETTINGS, family_config, family_model, shallow_model
 from tests.support import disturb_routing, tokens, trained_like
 
 ROUTINGS = {
@@ -245,7 +245,7 @@ def test_adding_a_family_is_one_entry(monkeypatch):
 @pytest.mark.parametrize("family", SETTINGS)
 def test_every_family_traces_fullgraph(family):
     """Graph capture alone; tests/models/test_training.py sends graphs through the compiler."""
-    routed, ids = dr.convert(family_model(family), ROUTINGS["delta block"]), tokens()
+    routed, ids = dr.convert(shallow_model(family), ROUTINGS["delta block"]), tokens()
     expected = routed(input_ids=ids, use_cache=False).logits
     torch._dynamo.reset()
     compiled = torch.compile(routed, fullgraph=True, backend="eager")

@@ -192,7 +192,15 @@ def exported(model, ids, backend, **options):
     return program.module(), any("depthroute" in str(n.target) for n in program.graph.nodes)
 
 
-@every_method
+EXPORTED = ("standard", "attnres full", "attnres heads", "attnres two-phase", "delta block gate")
+EXPORTED += ("cumulative", "static block", "x0-skip learned", "mhc", "depth attention gate")
+EXPORTED += ("value residual", "roles block")
+"""One of each kind of read; the others are exported with ``-m slow``."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in EXPORTED else pytest.mark.slow) for n in METHODS]
+)
 def test_an_exported_program_computes_what_the_model_does(name):
     model, ids = routed(name), tokens(2, LENGTH)
     program, holds_ops = exported(model, ids, "auto")

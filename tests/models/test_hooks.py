@@ -94,6 +94,12 @@ def logits(model, ids=None):
         return model(input_ids=tokens() if ids is None else ids).logits
 
 
+def with_hook(model, handle, ids=None):
+    """The logits while a hook is there; the model is as it was afterwards."""
+    with handle:
+        return logits(model, ids)
+
+
 def twins(method):
     model = routed_model(method)
     return model, copy.deepcopy(model)
@@ -137,14 +143,12 @@ def test_a_hook_reads_the_sum_of_the_embedding_and_all_that_was_put_out(method):
 @pytest.mark.parametrize("method", ONE_STREAM)
 def test_an_edit_counts_as_if_the_last_sublayer_had_put_it_out(method):
     model = routed_model(method)
-    for layer in range(6):
-        delta = addition(model)
-        edited = copy.deepcopy(model)
-        edited.model.layers[layer].register_forward_hook(lambda _, args, h, d=delta: h + d)
-        shifted = copy.deepcopy(model)
-        shift_last_sublayer(shifted, delta, layer)
-        torch.testing.assert_close(logits(edited), logits(shifted), rtol=1e-4, atol=1e-4)
-        assert (logits(edited) - logits(model)).abs().max() > 1e-2
+    unedited, delta = logits(model), addition(model)
+    for layer, module in enumerate(model.model.layers):
+        edited = with_hook(model, module.register_forward_hook(lambda _, args, h: h + delta))
+        shifted = with_hook(model, shift_last_sublayer(model, delta, layer))
+        torch.testing.assert_close(edited, shifted, rtol=1e-4, atol=1e-4)
+        assert (edited - unedited).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -187,22 +191,23 @@ WITHOUT = {
     "deepseek_v3": ("roles",),
 }
 FAMILIES = [
-    (family, method)
-    for family in SETTINGS
-    for method in FAMILY_METHODS
+    pytest.param(family, method, marks=() if (row + column) % 3 == 0 else pytest.mark.slow)
+    for row, family in enumerate(SETTINGS)
+    for column, method in enumerate(FAMILY_METHODS)
     if method not in WITHOUT.get(family, ())
 ]
+"""Every family with two methods, every method with six families; all pairs with ``-m slow``."""
 
 
 @pytest.mark.parametrize(("family", "method"), FAMILIES)
 def test_every_family_is_edited_the_same_way(family, method):
     model = disturb_routing(dr.convert(family_model(family), FAMILY_METHODS[method]))
     ids, delta = tokens(vocab=60), addition(model)
-    edited, shifted = copy.deepcopy(model), copy.deepcopy(model)
-    layers_of(edited)[LAYER].register_forward_hook(lambda layer, args, h: h + delta)
-    shift_last_sublayer(shifted, delta)
-    torch.testing.assert_close(logits(edited, ids), logits(shifted, ids), rtol=1e-3, atol=1e-4)
-    assert (logits(edited, ids) - logits(model, ids)).abs().max() > 1e-3
+    hook = layers_of(model)[LAYER].register_forward_hook(lambda layer, args, h: h + delta)
+    edited = with_hook(model, hook, ids)
+    shifted = with_hook(model, shift_last_sublayer(model, delta), ids)
+    torch.testing.assert_close(edited, shifted, rtol=1e-3, atol=1e-4)
+    assert (edited - logits(model, ids)).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -300,8 +305,8 @@ def test_an_edit_while_tokens_are_generated_counts_at_every_step():
 
 
 def test_an_edit_is_part_of_a_compiled_graph():
-    model, delta = routed_model("delta block"), addition(routed_model("delta block"))
-    EDITS["in place"](model.model.layers, delta)
+    model = routed_model("delta block", layers=LAYER + 2)
+    EDITS["in place"](model.model.layers, addition(model))
     expected = logits(model)
     model.compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(logits(model), expected)

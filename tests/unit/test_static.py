@@ -177,7 +177,9 @@ def test_moving_a_stream_moves_its_logits():
     assert site().to("meta").logits.device.type == "meta"
 
 
-@pytest.mark.parametrize("name", ["static", "static replacement"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("static", marks=pytest.mark.slow), "static replacement"]
+)
 def test_a_compiled_model_is_one_graph_with_the_same_gradients(name):
     model, ids = routed_model(name, layers=3), tokens()
 

@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import Forked
 from tests.training import SMALL, words
 
 from depthroute import presets
@@ -452,18 +451,17 @@ def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch
 def killed(root, lines):
     """A sweep in a process that is ended with ``kill -9``, once the records of its runs have so
     many lines."""
-    code = "import sys; from tests.unit import test_sweep as t; t.run_again(sys.argv[1])"
-    process = subprocess.Popen([sys.executable, "-c", code, str(root)])
+    process = Forked(lambda: run_again(root))
     while process.poll() is None:
         metrics = root.glob("runs/*/*/*/metrics.jsonl")
         if sum(path.read_bytes().count(b"\n") for path in metrics) >= lines:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         time.sleep(0.001)
     assert process.returncode == -signal.SIGKILL
 
 
 def run_again(root):
-    return run(rates(*RATES), Path(root), resume=True, look=look)
+    return run(rates(*RATES), root, resume=True, look=look)
 
 
 def test_killed_twice_with_kill_9_a_sweep_comes_to_the_same_result(tmp_path, finished):

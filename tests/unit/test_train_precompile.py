@@ -54,11 +54,14 @@ def test_every_method_is_compiled_twice_and_never_in_between(tmp_path, scope, gr
         assert one["validation_loss"]["mean"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_methods_are_compiled_ahead_in_processes_of_their_own():
+@pytest.mark.parametrize(
+    "methods", ["delta", pytest.param("standard,delta", marks=pytest.mark.slow)]
+)
+def test_methods_are_compiled_ahead_in_processes_of_their_own(methods):
     notes = []
-    seconds = precompile(comparison(), 2, notes.append)
-    assert set(seconds) == {"standard", "delta"} and min(seconds.values()) > 0
-    assert sorted(n.split(" in ")[0] for n in notes) == ["compiled delta", "compiled standard"]
+    seconds = precompile(comparison(methods=methods), 2, notes.append)
+    assert set(seconds) == set(methods.split(",")) and min(seconds.values()) > 0
+    assert sorted(n.split(" in ")[0] for n in notes) == [f"compiled {m}" for m in sorted(seconds)]
 
 
 def test_a_method_that_cannot_be_compiled_ahead_is_said_and_left_to_the_comparison():
