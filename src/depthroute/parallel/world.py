@@ -22,6 +22,12 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    replica: tuple[int, int] | None = None
+    """Which part of a batch this rank is given, and of how many; left out, each has its own."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.replica or (self.rank, self.size)
 
     @property
     def is_main(self) -> bool:
