@@ -106,6 +106,19 @@ class Spread(nn.Module):
         ranks, rank = self.layout.tp, self.mesh.get_local_rank("tp")
         return slice(rank * length // ranks, (rank + 1) * length // ranks)
 
+    def rows(self, sequences: int) -> int:
+        """So many at least, and as a pipeline cuts them into micro-batches."""
+        parts = 1 if self.pipeline is None else self.pipeline.layout.micro_batches
+        return -(-sequences // parts) * parts
+
+    @property
+    def headed(self) -> Any:
+        """The part that has the model's head; None where that is on another rank."""
+        if self.pipeline is None:
+            return self._only
+        last = self.pipeline.stages[-1]
+        return last.model if last.stage.after is None else None
+
     def syncs(self, is_last: bool) -> None:
         """Whether the next backward is the last part of a step."""
         if self.pipeline is None and isinstance(self._only, FSDPModule):
