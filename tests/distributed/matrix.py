@@ -97,10 +97,11 @@ def cases(ranks):
                     found[f"{name}, {what}, {'with' if cache else 'without'} the cache"] = case
     if ranks == 2:
         for family in FAMILIES:
-            for method in ("delta", "depth_attention"):
-                if (family, method) != ("kimi_linear", "depth_attention"):  # refused: linear layers
-                    start = Start(dr.RoutingConfig(method), family=family, dtype=torch.float32)
-                    found[f"tp2, {family}, {method}"] = Case(start, TP2)
+            start = Start(dr.RoutingConfig("delta"), family=family, dtype=torch.float32)
+            found[f"tp2, {family}"] = Case(start, TP2)
+        for family in ("qwen3", "phi3", "gpt_neox", "mixtral", "deepseek_v3"):
+            start = Start(dr.RoutingConfig("depth_attention"), family=family, dtype=torch.float32)
+            found[f"tp2, {family}, depth attention"] = Case(start, TP2)
     if ranks == 4:
         for name in ("dp2 x pp2", "dp2 x tp2"):
             layout = LAYOUTS[4][name] | FSDP
