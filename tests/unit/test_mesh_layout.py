@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
+from tests.families import family_config
+from tests.support import llama_config
 
 import depthroute as dr
 from depthroute.cli.options import MeshOptions
 from depthroute.errors import ConfigError
 from depthroute.parallel.mesh import MeshLayout
-from tests.families import family_config
-from tests.support import llama_config
 
 
 def meta_model(layers=8, family="llama", **settings):
