@@ -27,11 +27,11 @@ from depthroute.models import attention, saving
 from depthroute.models.convert import convert, converted_config
 from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.models.model import plan_for
-from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import MODES, is_sharded, wrap
 from depthroute.presets import Recipe
 from depthroute.runs import environment
+from depthroute.runs.checkpoint import whole_weights
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
 from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
 from depthroute.train.loop import Experiment, Look, Sink
@@ -266,7 +266,8 @@ def _finish(
         "validation_loss": experiment.last_validation,
         "best": experiment.checkpoints.best,
     } | _places(run)
-    export(trainer, run.path / "model", vocabulary)
+    saved = experiment.checkpoints.path(experiment.taken)
+    export(trainer, run.path / "model", vocabulary, checkpoint=saved)
 
     def whole(trainer: Trainer) -> Any:
         if not is_sharded(trainer.model):
@@ -285,12 +286,20 @@ def _finish(
     experiment.world.on_main(write)
 
 
-def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
-    """The trained model: ``save_pretrained``, whole, with its tokenizer."""
+def export(
+    trainer: Trainer, folder: Path, tokenizer: Any = None, *, checkpoint: Path | None = None
+) -> None:
+    """The trained model: ``save_pretrained``, whole, with its tokenizer.
+
+    Where no rank has all of it, it is what ``checkpoint`` holds.
+    """
     model = trainer.inner
-    weights = whole_state(model) if is_sharded(model) else None
 
     def write() -> None:
+        weights = None
+        if is_sharded(model):
+            assert checkpoint is not None
+            weights = whole_weights(checkpoint)
         with saving.replacing(folder) as new:
             model.write_into(new, **({} if weights is None else {"state_dict": weights}))
             if tokenizer is not None:

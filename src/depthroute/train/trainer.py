@@ -113,6 +113,12 @@ class Trainer:
     def is_done(self) -> bool:
         return self.completed >= self.settings.steps
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and the buffers that are saved, by name."""
+        kept = self.inner.state_dict(keep_vars=True)
+        buffers = [(name, b) for name, b in self.inner.named_buffers() if name in kept]
+        return [*self.inner.named_parameters(), *buffers]
+
     def resident_tensors(self) -> Iterator[Tensor]:
         return environment.resident_tensors(self.model, self.optimizer)
 
