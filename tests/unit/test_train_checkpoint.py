@@ -1,6 +1,5 @@
 """A run that is cut anywhere goes on as if it had not been."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.formats import TENSORS, as_format_1, as_format_2, as_format_3
 from tests.training import SETTINGS, build, words
 
 import depthroute as dr
@@ -26,7 +26,6 @@ from depthroute.train.launch import export
 from depthroute.train.loop import Experiment, Interrupted
 from depthroute.train.trainer import DivergenceError, Trainer
 
-TENSORS = "rank_00000.safetensors"
 LONG = replace(SETTINGS, steps=20, validation_sequences=4)
 
 
@@ -385,49 +384,6 @@ def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
     with pytest.raises(CheckpointError, match=r"no checkpoint .* is good.*00010 .*checksum.*00005"):
         fit(path, TEN).resume()
     assert {p: p.read_bytes() for p in before} == before
-
-
-def sealed(folder, state):
-    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.safetensors")]
-    checksums = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in names}
-    state = {k: v for k, v in state.items() if k != "sha256"} | {"files": checksums}
-    own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-    (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
-    return state
-
-
-def as_format_3(folder):
-    """Every method had a folder, with whole tensors in a file each for model and optimiser."""
-    tensors = load_file(folder / TENSORS)
-    (folder / TENSORS).unlink()
-    (folder / "0").mkdir()
-    for file, is_moment in (("model", False), ("optimizer", True)):
-        part = {
-            n.removeprefix("0/"): t for n, t in tensors.items() if (n.count("/") > 1) is is_moment
-        }
-        save_file(part, folder / "0" / f"{file}.safetensors")
-    state = json.loads((folder / "state.json").read_text())
-    return sealed(folder, state | {"format": 3})
-
-
-def as_format_2(folder):
-    """A run of one model had its files beside state.json, and no methods."""
-    state = as_format_3(folder)
-    for file in (folder / "0").iterdir():
-        file.rename(folder / file.name)
-    (folder / "0").rmdir()
-    (method,) = state.pop("methods").values()
-    for name in ("round", "memory"):
-        del state[name]
-    return sealed(folder, state | {"format": 2, "recent_losses": method["recent_losses"]})
-
-
-def as_format_1(folder):
-    """No checksums, and no count of lines."""
-    state = as_format_2(folder)
-    for name in ("files", "lines"):
-        del state[name]
-    (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
 
 
 @pytest.mark.parametrize("as_before", [as_format_2, as_format_3])

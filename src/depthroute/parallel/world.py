@@ -131,4 +131,4 @@ def _tells_of_a_loss(error: RuntimeError) -> bool:
 def _first_words(error: RuntimeError) -> str:
     """Without the place in torch's source, and the advice and the stack that may follow."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
-    return line.rpartition("] ")[2].rstrip(". ")[:100] or line[:100]
+    return line.partition(". ")[0].rpartition("] ")[2][:100] or line[:100]
