@@ -28,6 +28,12 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    replica: tuple[int, int] | None = None
+    """Which part of a batch this rank is given, and of how many; left out, each has its own."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.replica or (self.rank, self.size)
 
     @property
     def is_main(self) -> bool:
@@ -89,10 +95,13 @@ SINGLE = World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def joined(
+    device: torch.device, part: Callable[[int], tuple[int, int]] | None = None
+) -> Iterator[World]:
     """The world of this process: read from torchrun's variables, left at the end.
 
-    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own.
+    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own. ``part``
+    says which part of a batch a rank is given, and of how many; left out, each has its own.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -110,7 +119,7 @@ def joined(device: torch.device) -> Iterator[World]:
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = distributed.get_rank()
     try:
-        yield World(rank, size, device)
+        yield World(rank, size, device, None if part is None else part(rank))
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
     except RuntimeError as error:
         if not _tells_of_a_loss(error):

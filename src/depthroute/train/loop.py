@@ -199,7 +199,7 @@ class Experiment:
 
     def _draw(self, seed: int, step: int) -> tuple[Batch, int]:
         """This rank's part of a batch on its device, which methods share, and its checksum."""
-        batch = self.data.batch(step, seed, self.world.rank, self.world.size)
+        batch = self.data.batch(step, seed, *self.world.part)
         return batch.to(self.world.device), zlib.crc32(batch.inputs.numpy().tobytes())
 
     def _validate(self, steps: Pace) -> float | None:
@@ -339,7 +339,7 @@ class Experiment:
                 share_start(first, model, label)
             if is_new:
                 self._record_start(label, model)
-            torch.manual_seed(self.seed + self.world.rank)
+            torch.manual_seed(self.seed + self.world.part[0])
             is_timed = len(self.builders) > 1
             trainer = Trainer(self.wrap(model), self.settings, self.world, is_timed=is_timed)
             self.trainers[label] = trainer

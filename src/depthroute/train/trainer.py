@@ -19,12 +19,20 @@ from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import compile_regions
 from depthroute.ops import compile_options
+from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import SINGLE, World
-from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.parallel.wrap import (
+    casts_itself,
+    global_norm_clipped,
+    named_tensors,
+    parts_of,
+    syncing,
+    unwrapped,
+)
 from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.divergence import locate
-from depthroute.train.loss import head_obstacle, loss_sum, obstacle
+from depthroute.train.loss import called_loss, head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
 
@@ -86,18 +94,22 @@ class Trainer:
         self.is_timed = is_timed
         self.world = world
         self.inner = unwrapped(model)
-        if settings.gradient_checkpointing:
-            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if settings.precision == "bf16":
-            # autocast leaves embeddings fp32, and with them every source of the stream
-            self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
+        self.parts = parts_of(model)
+        for part in self.parts:
+            if settings.gradient_checkpointing:
+                part.gradient_checkpointing_enable({"use_reentrant": False})
+            if settings.precision == "bf16":
+                # autocast leaves embeddings fp32, and with them every source of the stream
+                part.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
             self._compile(settings.compile)
         self.needs_logits = settings.loss_chunk == 0 or self._must_have_logits()
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
-        self.device = next(model.parameters()).device
+        self.device = world.device if isinstance(model, Spread) else next(model.parameters()).device
+        if isinstance(model, Spread):
+            model.loss = self._spread_loss
         model.train()
 
     def _compile(self, backend: str) -> None:
@@ -114,10 +126,8 @@ class Trainer:
         return self.completed >= self.settings.steps
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Parameters and the buffers that are saved, by name."""
-        kept = self.inner.state_dict(keep_vars=True)
-        buffers = [(name, b) for name, b in self.inner.named_buffers() if name in kept]
-        return [*self.inner.named_parameters(), *buffers]
+        """What is saved of the model on this rank."""
+        return named_tensors(self.model)
 
     def resident_tensors(self) -> Iterator[Tensor]:
         return environment.resident_tensors(self.model, self.optimizer)
@@ -128,16 +138,13 @@ class Trainer:
         step = self.completed
         set_rates(self.optimizer, step, self.settings)
         lr = self.optimizer.param_groups[0]["lr"]
-        tokens = round(self.world.sum(batch.num_targets))
+        # ranks that are given the same part of the batch count it once
+        tokens = round(self.world.sum(batch.num_targets) * self.world.part[1] / self.world.size)
         total = torch.zeros((), device=self.device)
         parts = batch.to(self.device).split(self.settings.accumulation)
         for index, part in enumerate(parts):
-            # each rank's gradient is averaged with the others', so its share of the mean is
-            # its sum times the number of ranks
             with syncing(self.model, index == len(parts) - 1):
-                loss = self._loss_sum(part) / tokens
-                (loss * self.world.size if self.world.size > 1 else loss).backward()
-            total += loss.detach()
+                total += self._backward(part, tokens)
         norm = global_norm_clipped(self.inner, self.settings.clip)
         # reading both numbers also waits for an accelerator, so the time is the step's
         values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
@@ -158,6 +165,17 @@ class Trainer:
             tokens=tokens,
             skipped=skipped,
         )
+
+    def _backward(self, part: Batch, tokens: int) -> Tensor:
+        """Of a part of the step's ``tokens``; what this rank adds to their mean loss."""
+        if isinstance(self.model, Spread):
+            with self._autocast():
+                return self.model.backward(*part[:2], num_targets=tokens, **part.arguments)
+        loss = self._loss_sum(part) / tokens
+        # each rank's gradient is averaged with the others', so its share of the mean is its sum
+        # times the number of ranks
+        (loss * self.world.size if self.world.size > 1 else loss).backward()
+        return loss.detach()
 
     def _judge(self, values: dict[str, float], parts: list[Batch], lr: float) -> str | None:
         """None for a good step; for a bad one an error, or by policy the reason to skip it."""
@@ -186,17 +204,36 @@ class Trainer:
             self._loss_sum(part)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        needs_logits = self.needs_logits or head_obstacle(self.inner) is not None
+        """Without gradients, of a model over a mesh this rank's share of it."""
         with self._autocast():
-            return loss_sum(self.model, batch, 0 if needs_logits else self.settings.loss_chunk)
+            if isinstance(self.model, Spread):
+                return self.model.evaluate(*batch[:2], **batch.arguments)
+            return loss_sum(self.model, batch, self._chunk(self.inner))
+
+    def _spread_loss(self, model: Any, arguments: dict[str, Any], targets: Tensor) -> Tensor:
+        tokens = self.model.tokens(targets.shape[1])
+        return called_loss(model, arguments, targets, self._chunk(model), tokens)
+
+    def _chunk(self, model: Any) -> int | None:
+        needs_logits = self.needs_logits or head_obstacle(model, self._has_shards) is not None
+        return 0 if needs_logits else self.settings.loss_chunk
+
+    @property
+    def _has_shards(self) -> bool:
+        """Whether weights are FSDP2's shards, which it makes whole for the loss."""
+        return casts_itself(self.model)
 
     def _must_have_logits(self) -> bool:
-        reason, chunk = obstacle(self.inner), self.settings.loss_chunk
+        chunk, error = self.settings.loss_chunk, None
+        model = self.model.headed if isinstance(self.model, Spread) else self.inner
+        reason = None if model is None else obstacle(model, self._has_shards)
         if reason is not None and chunk is not None:
-            raise ConfigError(
+            error = ConfigError(
                 f"train.loss_chunk={chunk} cannot be: {reason}, so the loss needs whole logits. "
                 "Leave it out, or set loss_chunk=0"
             )
+        if chunk is not None:  # the head is on some ranks only
+            self.world.raise_together(error)
         if reason is not None:
             logger.warning("the loss is that of whole logits: %s", reason)
         return reason is not None
@@ -204,7 +241,7 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters stay fp32 and are the master weights: nothing to keep in step or to save
         twice, and the same code under DDP. FSDP2 casts by its own policy."""
-        if self.settings.precision == "fp32" or is_sharded(self.model):
+        if self.settings.precision == "fp32" or casts_itself(self.model):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
@@ -216,9 +253,15 @@ class Trainer:
         if self.settings.compile is not None:
             batches = [batch.padded(len(batches[0].inputs)) for batch in batches]
         parts = [p for batch in batches for p in batch.split(self.settings.accumulation)]
+        if isinstance(self.model, Spread):
+            rows = self.model.rows(len(parts[0].inputs))
+            parts = [part.padded(rows) for part in parts if len(part.inputs)]
         sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
         self.model.train()
-        return sum(value.item() for value in sums) / count
+        total = sum(value.item() for value in sums)
+        if isinstance(self.model, Spread):
+            total = self.world.sum(total) / self.world.part[1]
+        return total / count
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
