@@ -53,7 +53,7 @@ RECOMPUTED = (("gradient_checkpointing", True),)
 SMALL = {
     2: {
         "tp2, depth attention": Case(
-            Start("depth attention gate", is_tied=True), {"tp": 2}, ACCUMULATED
+            Start("depth attention gate", layers=4, is_tied=True), {"tp": 2}, ACCUMULATED
         ),
         "tp2, norms of heads": Case(
             Start(dr.RoutingConfig("delta"), "qwen3", dtype=torch.float32), {"tp": 2}
@@ -69,17 +69,13 @@ SMALL = {
         ),
     },
     4: {
-        "tp2 x pp2": Case(Start("attnres block"), {"tp": 2, "pp": 2, "chunks": 2}),
-        "tp2 x pp2, tied, zbv": Case(
-            Start(layers=4, is_tied=True), {"tp": 2, "pp": 2, "schedule": "zbv"}
-        ),
+        "tp2 x pp2": Case(Start("attnres block", layers=4), {"tp": 2, "pp": 2, "chunks": 2}),
         "dp2 x pp2, fsdp": Case(
             Start(layers=4, is_tied=True), {"dp": 2, "pp": 2, "mode": "fsdp"}, ACCUMULATED
         ),
         "dp2 x tp2, fsdp": Case(
             Start("depth attention gate", layers=4), {"dp": 2, "tp": 2, "mode": "fsdp"}
         ),
-        "dp2 x tp2": Case(Start(layers=4, is_tied=True), {"dp": 2, "tp": 2}, ACCUMULATED),
     },
 }
 """Of the whole matrix, what runs with every test; see tests/distributed/matrix.py."""
