@@ -54,6 +54,11 @@ class Batch(NamedTuple):
     def num_targets(self) -> int:
         return int((self.targets != IGNORED).sum())
 
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """Of a model's forward, besides the inputs."""
+        return {} if self.positions is None else {"position_ids": self.positions}
+
     def to(self, device: torch.device) -> Batch:
         """On an accelerator the copy is queued, so that its queue need not run dry first."""
 

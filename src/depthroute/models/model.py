@@ -212,16 +212,24 @@ class RoutedCausalLM(RoutedModel):
             cls.forward = _also_loss(cls.forward)
 
     def summed_loss(
-        self, targets: Tensor, *args: Any, chunk: int | None = None, **kwargs: Any
+        self,
+        targets: Tensor,
+        *args: Any,
+        chunk: int | None = None,
+        tokens: slice | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         """Cross-entropy of ``targets`` in nats, summed, without whole logits: those of ``chunk``
-        tokens are made at a time. Other arguments are the decoder's.
+        tokens are made at a time. ``tokens`` are those of each sequence that count, left out all.
+        Other arguments are the decoder's.
 
         What lies between head and loss is what the architecture says, and the head a linear layer;
         :func:`depthroute.train.loss.obstacle` knows where that is not so.
         """
         head: Any = self.get_output_embeddings()
         hidden = self._decoder(*args, **kwargs)[0]
+        if tokens is not None:
+            hidden, targets = hidden[:, tokens], targets[:, tokens]
         options = self.architecture.logit_options(self.config)
         return ops.linear_cross_entropy(
             hidden, head.weight, targets, head.bias, chunk=chunk, **options

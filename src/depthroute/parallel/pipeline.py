@@ -25,6 +25,7 @@ from torch.nn import functional
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import RoutedCausalLM
 from depthroute.parallel.cache import BlockCache
+from depthroute.parallel.gradients import clip, local
 from depthroute.parallel.layout import PipelineLayout
 from depthroute.parallel.stages import Loss, StageModule, is_tied, num_parameters
 from depthroute.schedule import cut
@@ -109,9 +110,10 @@ class Pipeline:
 
     Every rank of ``group`` (all, if left out) makes one from the same ``layout`` and a model with
     the same weights. The stages hold the model's own parameters, those of their layers alone, on
-    ``device``. ``loss`` is given the logits and the targets of a micro-batch and returns what they
-    add to the batch's loss; left out, it is the mean cross-entropy over all targets of the batch
-    that are not -100.
+    ``device``. ``loss`` is given the model with the head, the arguments of its forward and the
+    targets of a micro-batch, and returns the sum of their losses; left out, it is cross-entropy
+    over the targets that are not -100. The batch's loss is what all of them come to, divided by the
+    number of its targets.
     """
 
     def __init__(
@@ -127,15 +129,17 @@ class Pipeline:
         _refuse_misfits(model, layout, group)
         self.rank = distributed.get_rank(group)
         self.cache = BlockCache()
-        self._loss, self._num_targets = loss or self._mean_cross_entropy, 1
+        self._loss, self._num_targets = loss or summed_cross_entropy, 1.0
         self.is_tied = is_tied(model)
         self._num_parameters = num_parameters(model, layout)
-        self._is_split = _splits_backward(model)
+        self.splits_backward = _splits_backward(model)
+        """Whether zero-bubble schedules leave gradients of weights for later; may be set to False
+        before the first step, where something hooks on to the backward of whole stages."""
         self.stages = [
-            StageModule(model, layout, stage, self.cache, self._loss).to(self.device)
+            StageModule(model, layout, stage, self.cache, self._share).to(self.device)
             for stage in layout.on(self.rank)
         ]
-        if len(twins := self._twins()) == 2:  # or one optimiser would step the same numbers twice
+        if len(twins := self.twins()) == 2:  # or one optimiser would step the same numbers twice
             twins[1].data = twins[1].data.clone()
         self.traffic = {stage.index: Traffic() for stage in layout.on(self.rank)}
         """What each stage of this rank has sent to other ranks so far."""
@@ -156,7 +160,7 @@ class Pipeline:
         attention mask, positions) are those of the family's forward, with the batch first.
         Gradients are added to what there is.
         """
-        return self._run(True, input_ids, targets, num_targets, arguments)
+        return self._summed(self.share(True, input_ids, targets, num_targets, arguments))
 
     @torch.no_grad()
     def evaluate(
@@ -168,7 +172,7 @@ class Pipeline:
         **arguments: Tensor,
     ) -> Tensor:
         """The loss of a batch, without gradients; :meth:`train` says whether in training mode."""
-        return self._run(False, input_ids, targets, num_targets, arguments)
+        return self._summed(self.share(False, input_ids, targets, num_targets, arguments))
 
     def train(self, mode: bool = True) -> None:
         for stage in self.stages:
@@ -194,37 +198,32 @@ class Pipeline:
 
     def clip_gradients(self, most: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most ``most``; what it was."""
-        twin = self.stages[-1].model.get_output_embeddings().weight if self._has_twin else None
-        own = [p.grad for p in self.parameters() if p.grad is not None and p is not twin]
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in own:
-            precise = torch.promote_types(gradient.dtype, torch.float32)
-            total += torch.linalg.vector_norm(gradient, dtype=precise).double().square()
-        distributed.all_reduce(total, group=self.group)
-        norm = total.sqrt()
-        factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-        return norm.item()
+        twin = self.twin
+
+        def copies(parameter: nn.Parameter) -> int:
+            return int(parameter is not twin)
+
+        return clip(self.parameters(), most, copies=copies, group=self.group, device=self.device)
 
     @property
     def _is_last(self) -> bool:
         return self.stages[-1].stage.after is None
 
     @property
-    def _has_twin(self) -> bool:
-        """Whether the head is here, as a copy of the embedding's weight."""
-        return self._is_last and self.is_tied and len(self.layout.stages) > 1
+    def twin(self) -> nn.Parameter | None:
+        """The head's weight, where it is here as a copy of the embedding's."""
+        is_twin = self._is_last and self.is_tied and len(self.layout.stages) > 1
+        return self.stages[-1].model.get_output_embeddings().weight if is_twin else None
 
-    def _run(
+    def share(
         self,
         trains: bool,
         input_ids: Tensor,
         targets: Tensor,
-        num_targets: int | None,
+        num_targets: float | None,
         arguments: dict[str, Tensor],
     ) -> Tensor:
+        """As :meth:`step` or :meth:`evaluate`, of the loss what this rank has computed of it."""
         self._check_batch(input_ids, targets)
         self.cache.clear()
         self._num_targets = num_targets or (targets != IGNORED).sum().item()
@@ -232,7 +231,7 @@ class Pipeline:
         given = [x.to(self.device).contiguous() for x in (input_ids, targets)]
         arguments = {name: x.to(self.device).contiguous() for name, x in arguments.items()}
         schedule = self._schedule(trains, input_ids.shape)
-        twins = self._twins() if trains else []
+        twins = [w for w in self.twins() if w.requires_grad] if trains else []
         earlier = [weight.grad for weight in twins]
         for weight in twins:
             weight.grad = None
@@ -246,6 +245,9 @@ class Pipeline:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if self._is_last:
             loss += losses.detach().sum()
+        return loss
+
+    def _summed(self, loss: Tensor) -> Tensor:
         distributed.all_reduce(loss, group=self.group)
         return loss
 
@@ -265,7 +267,7 @@ class Pipeline:
     def _schedule(self, trains: bool, shape: torch.Size) -> Any:
         """One for each of training and evaluation: their receive buffers have shapes."""
         if trains not in self._schedules or self._schedules[trains][0] != shape:
-            common = self.device, self.group, self.traffic, self._is_split
+            common = self.device, self.group, self.traffic, self.splits_backward
             stages: list[Any] = [_PipelineStage(stage, *common) for stage in self.stages]
             order = self.layout.order
             schedule = get_schedule_class(order.torch_name)(
@@ -277,31 +279,32 @@ class Pipeline:
             self._schedules[trains] = (shape, schedule)
         return self._schedules[trains][1]
 
-    def _mean_cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        precise = torch.promote_types(logits.dtype, torch.float32)
-        flat, wanted = logits.flatten(0, 1).to(precise), targets.flatten()
-        total = functional.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
-        return total / self._num_targets
+    def _share(self, model: Any, arguments: dict[str, Any], targets: Tensor) -> Tensor:
+        return self._loss(model, arguments, targets) / self._num_targets
 
-    def _twins(self) -> list[nn.Parameter]:
+    def twins(self) -> list[nn.Parameter]:
         """The copies on this rank, embedding first, of a weight that the head shares with it."""
         if not self.is_tied or len(self.layout.stages) == 1:
             return []
         first, last = self.stages[0], self.stages[-1]
         twins = [first.model.get_input_embeddings().weight] if first.stage.before is None else []
         twins += [last.model.get_output_embeddings().weight] if last.stage.after is None else []
-        return [weight for weight in twins if weight.requires_grad]
+        return twins
 
     def _add_up(self, twins: list[nn.Parameter], earlier: list[Tensor | None]) -> None:
         """Each copy gets the sum of both gradients, beside what ``earlier`` steps gave it."""
+        if not twins:
+            return
         gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in twins]
+        shares = [local(gradient) for gradient in gradients]
         if len(twins) == 1:
             ends = {self.layout.stages[0].rank, self.layout.stages[-1].rank}
             (other,) = ends - {self.rank}
-            gradients.append(self._exchanged(gradients[0], other))
-        for weight, before in zip(twins, earlier, strict=True):
-            total = gradients[0] + gradients[1]
-            weight.grad = total if before is None else before + total
+            shares.append(self._exchanged(shares[0], other))
+        total = shares[0] + shares[1]
+        for weight, gradient, before in zip(twins, gradients, earlier, strict=True):
+            local(gradient).copy_(total)
+            weight.grad = gradient if before is None else before + gradient
 
     def _exchanged(self, tensor: Tensor, other: int) -> Tensor:
         """The tensor that rank ``other`` gives for this one."""
@@ -312,6 +315,14 @@ class Pipeline:
         for work in distributed.batch_isend_irecv(operations):
             work.wait()
         return incoming
+
+
+def summed_cross_entropy(model: Any, arguments: dict[str, Any], targets: Tensor) -> Tensor:
+    """In nats, of whole logits."""
+    logits = model(**arguments).logits
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    flat, wanted = logits.flatten(0, 1).to(precise), targets.flatten()
+    return functional.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
 
 
 def _splits_backward(model: Any) -> bool:

@@ -20,7 +20,8 @@ from depthroute.models.state import LayerState
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import PipelineLayout, Stage
 
-Loss = Callable[[Tensor, Any], Tensor]
+Loss = Callable[[Any, dict[str, Any], Tensor], Tensor]
+"""Of a model, the arguments of its forward and the targets: what they add to the batch's loss."""
 
 
 class Elsewhere(nn.Module):
@@ -99,8 +100,11 @@ class StageModule(nn.Module):
             # of the right shape, dtype and device, which is what preambles look at
             arguments["inputs_embeds"] = arrival.state.stream.example.detach()
         if departure is None:
-            handed = self.model(**arguments).logits
-            handed = handed if self.loss is None else self.loss(handed, targets).view(1)
+            if self.loss is None:
+                handed = self.model(**arguments).logits
+            else:
+                assert targets is not None
+                handed = self.loss(self.model, arguments, targets).view(1)
         else:
             self.model.base_model(**arguments)
             handed = self.cache.left(self.stage, departure.state.tensors())

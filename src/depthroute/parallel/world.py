@@ -14,7 +14,13 @@ from torch import distributed
 from depthroute.errors import ConfigError, DepthrouteError
 
 T = TypeVar("T")
+GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+"""What gloo's plain RuntimeErrors say of another rank (torch 2.11 to 2.13)."""
 CPU = torch.device("cpu")
+
+
+class LostRankError(DepthrouteError):
+    """Another process of the run has ended or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,12 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    replica: tuple[int, int] | None = None
+    """Which part of a batch this rank is given, and of how many; left out, each has its own."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.replica or (self.rank, self.size)
 
     @property
     def is_main(self) -> bool:
@@ -83,10 +95,13 @@ SINGLE = World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def joined(
+    device: torch.device, part: Callable[[int], tuple[int, int]] | None = None
+) -> Iterator[World]:
     """The world of this process: read from torchrun's variables, left at the end.
 
-    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own.
+    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own. ``part``
+    says which part of a batch a rank is given, and of how many; left out, each has its own.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -102,8 +117,27 @@ def joined(device: torch.device) -> Iterator[World]:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank = distributed.get_rank()
     try:
-        yield World(distributed.get_rank(), size, device)
+        yield World(rank, size, device, None if part is None else part(rank))
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
+    except RuntimeError as error:
+        if not _tells_of_a_loss(error):
+            raise
+        raise LostRankError(
+            f"rank {rank} of {size} ends because another one has ended or does not answer "
+            f"({_first_words(error)}); what that one said is above, if it was not killed. Go on "
+            "from the last checkpoint with --resume auto"
+        ) from error
     finally:
         distributed.destroy_process_group()
+
+
+def _tells_of_a_loss(error: RuntimeError) -> bool:
+    return isinstance(error, distributed.DistError) or any(word in str(error) for word in GONE)
+
+
+def _first_words(error: RuntimeError) -> str:
+    """Without the place in torch's source, and the advice and the stack that may follow."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(". ")[0].rpartition("] ")[2][:100] or line[:100]

@@ -1,29 +1,21 @@
-"""DDP and FSDP2 around a routed model.
-
-FSDP2 makes one group of every decoder layer and one of the rest. The routing parameters live at
-the decoder's root (``decoder.routing``) and are read inside the layers, through the stream; being
-in the root group they are gathered before the first layer runs and stay so until the backward
-pass has ended, which is what both ways of evaluating a mix (one pass, two phases) need.
-"""
+"""DDP and FSDP2 around a routed model, and what a trainer has to know of them and of a mesh."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from depthroute.errors import unknown
-from depthroute.models.architecture import decoder_layers
+from depthroute.parallel.mesh import MODES
+from depthroute.parallel.sharding import shard
+from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import World
-
-MODES = ("ddp", "fsdp")
 
 
 def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any:
@@ -35,19 +27,8 @@ def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any
     if mode == "ddp":
         ids = [world.device.index] if world.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=ids)
-    policy = MixedPrecisionPolicy()
-    if precision == "bf16":
-        # inputs stay as they are: the embedding is bf16 already, and with the stream a layer is
-        # given log-sum-exps, which are fp32 for a reason
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    # a layer hands on the stream's earlier sources as they are; nothing ever writes into them
-    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    shard(model, model, init_device_mesh(world.device.type, (world.size,)), precision)
+    return model
 
 
 def unwrapped(model: Any) -> Any:
@@ -55,7 +36,38 @@ def unwrapped(model: Any) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+def parts_of(model: Any) -> list[Any]:
+    """The routed models that this rank has: the whole of one, or its stages."""
+    inner = unwrapped(model)
+    return list(inner.parts) if isinstance(inner, Spread) else [inner]
+
+
+def named_tensors(model: Any) -> list[tuple[str, Tensor]]:
+    """Parameters and the buffers that are kept, of this rank, by their names in the whole model.
+
+    Each is whole or a DTensor, which knows its place in the whole; where several ranks have the
+    same one they have the same numbers. An embedding and the head that is a copy of it have one
+    name, and may both be here.
+    """
+    inner, tensors = unwrapped(model), []
+    twin = inner.twin if isinstance(inner, Spread) else None
+    for part in parts_of(model):
+        kept = part.state_dict(keep_vars=True)
+        buffers = [(name, b) for name, b in part.named_buffers() if name in kept]
+        for name, tensor in [*part.named_parameters(), *buffers]:
+            tensors.append((inner.embedding if tensor is twin else name, tensor))
+    return tensors
+
+
 def is_sharded(model: Any) -> bool:
+    """Whether ranks hold different parts of it."""
+    return isinstance(model, FSDPModule | Spread)
+
+
+def casts_itself(model: Any) -> bool:
+    """Whether precision is a matter of FSDP2's, not of autocast."""
+    if isinstance(model, Spread):
+        return model.layout.mode == "fsdp"
     return isinstance(model, FSDPModule)
 
 
@@ -66,12 +78,17 @@ def syncing(model: Any, is_last: bool):
         with model.no_sync():
             yield
         return
-    if isinstance(model, FSDPModule):
+    if isinstance(model, Spread):
+        model.syncs(is_last)
+    elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     yield
 
 
 def global_norm_clipped(model: nn.Module, clip: float) -> float:
     """Clip the gradient of all ranks together; its norm before that."""
+    if isinstance(model, Spread):
+        model.finish_gradients()
+        return model.clip_gradients(clip)
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()

@@ -129,6 +129,7 @@ class Experiment:
                     self.on_trained(self)
                     self._leave(seed)
             finally:
+                self.checkpoints.leave()
                 for sink in self.sinks:
                     sink.close()
 
@@ -143,11 +144,13 @@ class Experiment:
             if is_last or steps.is_due(done, self.settings.validate_every):
                 loss = self._validate(steps)
             self.round = done
+            self.checkpoints.settle()
             signal = self._signal()
             if self._is_save_due(steps, loss, is_last) or (signal and not is_last):
                 self.save(loss)
             if signal and not is_last:
                 self._interrupt(signal)
+        self.checkpoints.wait()
 
     def _take_steps(self, steps: Pace) -> None:
         """Of one round. Stopped inside it, a run goes on with the methods that were left."""
@@ -168,6 +171,7 @@ class Experiment:
             self.record("diverged", label, step=error.step, reason=str(error))
             if not self.is_comparison:
                 self.save()
+                self.checkpoints.wait()
                 raise
             del self.trainers[label]
             return
@@ -195,7 +199,7 @@ class Experiment:
 
     def _draw(self, seed: int, step: int) -> tuple[Batch, int]:
         """This rank's part of a batch on its device, which methods share, and its checksum."""
-        batch = self.data.batch(step, seed, self.world.rank, self.world.size)
+        batch = self.data.batch(step, seed, *self.world.part)
         return batch.to(self.world.device), zlib.crc32(batch.inputs.numpy().tobytes())
 
     def _validate(self, steps: Pace) -> float | None:
@@ -222,7 +226,7 @@ class Experiment:
         return is_due or self.checkpoints.is_best(loss)
 
     def save(self, loss: float | None = None, lines: int | None = None) -> Path:
-        """As it stands; ``lines`` of the records count, if not all."""
+        """As it stands, in the background; ``lines`` of the records count, if not all."""
         state = {
             "step": self.taken,
             "seed": self.seed,
@@ -259,6 +263,7 @@ class Experiment:
             self._interrupt(signal)
 
     def _interrupt(self, signal: int) -> None:
+        self.checkpoints.wait()
         self.record("interrupted", step=self.taken, signal=signal)
         raise Interrupted(signal, self.taken)
 
@@ -334,7 +339,7 @@ class Experiment:
                 share_start(first, model, label)
             if is_new:
                 self._record_start(label, model)
-            torch.manual_seed(self.seed + self.world.rank)
+            torch.manual_seed(self.seed + self.world.part[0])
             is_timed = len(self.builders) > 1
             trainer = Trainer(self.wrap(model), self.settings, self.world, is_timed=is_timed)
             self.trainers[label] = trainer

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.utils import skip_init
@@ -20,43 +21,57 @@ from depthroute.data.batches import IGNORED, Batch
 from depthroute.models.architecture import is_as_its_class
 from depthroute.models.model import RoutedCausalLM
 from depthroute.ops import reference
-from depthroute.parallel.wrap import is_sharded
 
 
 def loss_sum(model: Any, batch: Batch, chunk: int | None = None) -> Tensor:
     """Cross-entropy in nats, summed; targets are the inputs one token on. A ``chunk`` of 0 is that
     of whole logits."""
-    inputs = {"input_ids": batch.inputs, "use_cache": False}
-    if batch.positions is not None:
-        inputs["position_ids"] = batch.positions
+    inputs = {"input_ids": batch.inputs, "use_cache": False, **batch.arguments}
+    return called_loss(model, inputs, batch.targets, chunk)
+
+
+def called_loss(
+    model: Any,
+    arguments: dict[str, Any],
+    targets: Tensor,
+    chunk: int | None,
+    tokens: slice | None = None,
+) -> Tensor:
+    """As :func:`loss_sum`, of whatever ``arguments`` of its forward; of some ``tokens`` of each
+    sequence alone, if not all."""
     if chunk != 0:
-        return model(**inputs, targets=batch.targets, chunk=chunk)
-    logits = model(**inputs).logits
+        return model(**arguments, targets=targets, chunk=chunk, tokens=tokens)
+    if tokens is not None:
+        targets = targets[:, tokens]
+        places = torch.arange(tokens.start, tokens.stop, device=targets.device)
+        arguments = arguments | {"logits_to_keep": places}
+    logits = model(**arguments).logits
     return functional.cross_entropy(
         logits.flatten(0, 1).float(),
-        batch.targets.flatten(),
+        targets.flatten(),
         ignore_index=IGNORED,
         reduction="sum",
     )
 
 
-def obstacle(model: Any) -> str | None:
+def obstacle(model: Any, has_shards: bool = False) -> str | None:
     """Why the loss of ``model`` needs whole logits; None where it does not."""
     if not isinstance(model, RoutedCausalLM):
         return f"{type(model).__name__} is no routed model"
-    return head_obstacle(model) or _mapping_obstacle(model)
+    return head_obstacle(model, has_shards) or _mapping_obstacle(model)
 
 
-def head_obstacle(model: Any) -> str | None:
-    """Such as may come between steps: a hook."""
-    if len(model._forward_hooks) > is_sharded(model):  # FSDP2 has one of its own
+def head_obstacle(model: Any, has_shards: bool = False) -> str | None:
+    """Such as may come between steps: a hook. ``has_shards`` is whether its weights are those of
+    FSDP2, which are whole while the model runs."""
+    if len(model._forward_hooks) > isinstance(model, FSDPModule):  # FSDP2 has one of its own
         return "it has forward hooks, which want logits"
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a plain linear layer"
     if not is_as_its_class(head):
         return "its head has hooks or a forward of its own"
-    if isinstance(head.weight, DTensor) and not is_sharded(model):
+    if isinstance(head.weight, DTensor) and not (has_shards or isinstance(model, FSDPModule)):
         return "its head is distributed"
     return None
 

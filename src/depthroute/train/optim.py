@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from depthroute.errors import ConfigError
 from depthroute.models.architecture import decoder_layers
 from depthroute.models.convert import parameter_groups
+from depthroute.parallel.wrap import parts_of
 from depthroute.train.settings import TrainSettings
 
 Group = dict[str, Any]
@@ -69,15 +71,18 @@ def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW | 
     groups = parameter_groups(
         model, settings.lr, settings.routing_lr, weight_decay=settings.weight_decay
     )
+    # a stage of a pipeline may have nothing to train, and optimisers want some group
+    groups = groups or [{"name": "no_decay", "params": [], "lr": settings.lr, "weight_decay": 0.0}]
     for group in groups:
         group["peak_lr"] = group["lr"]
         group["floor"] = settings.min_lr / settings.lr
         if group["name"] == "routing" and settings.routing_min_lr is not None:
             group["floor"] = settings.routing_min_lr / settings.routing_peak
-    is_fused = next(model.parameters()).device.type in ("cpu", "cuda")
+    is_fused = all(p.device.type in ("cpu", "cuda") for p in model.parameters())
     rest, matrices = groups, None
     if settings.optimizer == "muon":
         rest, matrices = _apart(groups, model)
+    rest = [part for group in rest for part in _by_mesh(group)]
     adamw = torch.optim.AdamW(rest, lr=settings.lr, betas=settings.betas, fused=is_fused)
     if matrices is None:
         return adamw
@@ -85,9 +90,20 @@ def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW | 
     return MuonAndAdamW(adamw, muon)
 
 
+def _by_mesh(group: Group) -> list[Group]:
+    """One group for each mesh that its parameters are distributed over: fused updates take tensors
+    of one kind."""
+    by_mesh: dict[Any, list[Any]] = {}
+    for parameter in group["params"]:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(parameter)
+    return [group | {"params": mine} for mine in by_mesh.values()] or [group]
+
+
 def _apart(groups: list[Group], model: Any) -> tuple[list[Group], Group]:
     """All groups without the matrices of the layers, and those as a group."""
-    inside = {id(p) for layer in decoder_layers(model) for p in layer.parameters() if p.ndim == 2}
+    layers = (layer for part in parts_of(model) for layer in decoder_layers(part))
+    inside = {id(p) for layer in layers for p in layer.parameters() if p.ndim == 2}
     rest, matrices = [], None
     for group in groups:
         parameters = group["params"]

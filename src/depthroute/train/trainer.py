@@ -19,13 +19,21 @@ from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import compile_regions
 from depthroute.ops import compile_options
+from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import SINGLE, World
-from depthroute.parallel.wrap import global_norm_clipped, is_sharded, syncing, unwrapped
+from depthroute.parallel.wrap import (
+    casts_itself,
+    global_norm_clipped,
+    named_tensors,
+    parts_of,
+    syncing,
+    unwrapped,
+)
 from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.divergence import locate
 from depthroute.train.graphs import GradientGraphs
-from depthroute.train.loss import head_obstacle, loss_sum, obstacle
+from depthroute.train.loss import called_loss, head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
 
@@ -87,18 +95,22 @@ class Trainer:
         self.is_timed = is_timed
         self.world = world
         self.inner = unwrapped(model)
-        if settings.gradient_checkpointing:
-            self.inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if settings.precision == "bf16":
-            # autocast leaves embeddings fp32, and with them every source of the stream
-            self.inner.get_input_embeddings().register_forward_hook(_in_bf16)
+        self.parts = parts_of(model)
+        for part in self.parts:
+            if settings.gradient_checkpointing:
+                part.gradient_checkpointing_enable({"use_reentrant": False})
+            if settings.precision == "bf16":
+                # autocast leaves embeddings fp32, and with them every source of the stream
+                part.get_input_embeddings().register_forward_hook(_in_bf16)
         self.optimizer = build_optimizer(self.inner, settings)
         if settings.compile is not None:
             self._compile(settings.compile)
         self.needs_logits = settings.loss_chunk == 0 or self._must_have_logits()
         self.completed = 0
         self.recent: deque[float] = deque(maxlen=RECENT)
-        self.device = next(model.parameters()).device
+        self.device = world.device if isinstance(model, Spread) else next(model.parameters()).device
+        if isinstance(model, Spread):
+            model.loss = self._spread_loss
         self.graphs = self._graphs()
         model.train()
 
@@ -136,6 +148,10 @@ class Trainer:
     def is_done(self) -> bool:
         return self.completed >= self.settings.steps
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """What is saved of the model on this rank."""
+        return named_tensors(self.model)
+
     def resident_tensors(self) -> Iterator[Tensor]:
         return environment.resident_tensors(self.model, self.optimizer)
 
@@ -145,9 +161,10 @@ class Trainer:
         step = self.completed
         set_rates(self.optimizer, step, self.settings)
         lr = self.optimizer.param_groups[0]["lr"]
-        tokens = round(self.world.sum(batch.num_targets))
+        # ranks that are given the same part of the batch count it once
+        tokens = round(self.world.sum(batch.num_targets) * self.world.part[1] / self.world.size)
         parts = batch.to(self.device).split(self.settings.accumulation)
-        total = self._gradients(parts, torch.full((), float(tokens), device=self.device))
+        total = self._gradients(parts, tokens)
         norm = global_norm_clipped(self.inner, self.settings.clip)
         # reading both numbers also waits for an accelerator, so the time is the step's
         values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
@@ -169,8 +186,10 @@ class Trainer:
             skipped=skipped,
         )
 
-    def _gradients(self, parts: list[Batch], count: Tensor) -> Tensor:
-        """The mean loss of a step with ``count`` targets; the parameters hold its gradients."""
+    def _gradients(self, parts: list[Batch], tokens: int) -> Tensor:
+        """What this rank adds to the mean loss of a step of so many ``tokens``; its parameters
+        hold their gradients."""
+        count = torch.full((), float(tokens), device=self.device)
         if self.graphs is not None:
             total = self.graphs(parts, count)
             self._must_capture(self.graphs.obstacle)
@@ -178,8 +197,16 @@ class Trainer:
         total = torch.zeros_like(count)
         for index, part in enumerate(parts):
             with syncing(self.model, index == len(parts) - 1):
-                total += self._part_gradients(part, count)
+                if isinstance(self.model, Spread):
+                    total += self._spread_gradients(part, tokens)
+                else:
+                    total += self._part_gradients(part, count)
         return total
+
+    def _spread_gradients(self, part: Batch, tokens: int) -> Tensor:
+        assert isinstance(self.model, Spread)
+        with self._autocast():
+            return self.model.backward(*part[:2], num_targets=tokens, **part.arguments)
 
     def _part_gradients(self, part: Batch, count: Tensor) -> Tensor:
         loss = self._loss_sum(part) / count
@@ -215,17 +242,36 @@ class Trainer:
             self._loss_sum(part)
 
     def _loss_sum(self, batch: Batch) -> Tensor:
-        needs_logits = self.needs_logits or head_obstacle(self.inner) is not None
+        """Without gradients, of a model over a mesh this rank's share of it."""
         with self._autocast():
-            return loss_sum(self.model, batch, 0 if needs_logits else self.settings.loss_chunk)
+            if isinstance(self.model, Spread):
+                return self.model.evaluate(*batch[:2], **batch.arguments)
+            return loss_sum(self.model, batch, self._chunk(self.inner))
+
+    def _spread_loss(self, model: Any, arguments: dict[str, Any], targets: Tensor) -> Tensor:
+        tokens = self.model.tokens(targets.shape[1])
+        return called_loss(model, arguments, targets, self._chunk(model), tokens)
+
+    def _chunk(self, model: Any) -> int | None:
+        needs_logits = self.needs_logits or head_obstacle(model, self._has_shards) is not None
+        return 0 if needs_logits else self.settings.loss_chunk
+
+    @property
+    def _has_shards(self) -> bool:
+        """Whether weights are FSDP2's shards, which it makes whole for the loss."""
+        return casts_itself(self.model)
 
     def _must_have_logits(self) -> bool:
-        reason, chunk = obstacle(self.inner), self.settings.loss_chunk
+        chunk, error = self.settings.loss_chunk, None
+        model = self.model.headed if isinstance(self.model, Spread) else self.inner
+        reason = None if model is None else obstacle(model, self._has_shards)
         if reason is not None and chunk is not None:
-            raise ConfigError(
+            error = ConfigError(
                 f"train.loss_chunk={chunk} cannot be: {reason}, so the loss needs whole logits. "
                 "Leave it out, or set loss_chunk=0"
             )
+        if chunk is not None:  # the head is on some ranks only
+            self.world.raise_together(error)
         if reason is not None:
             logger.warning("the loss is that of whole logits: %s", reason)
         return reason is not None
@@ -233,7 +279,7 @@ class Trainer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters stay fp32 and are the master weights: nothing to keep in step or to save
         twice, and the same code under DDP. FSDP2 casts by its own policy."""
-        if self.settings.precision == "fp32" or is_sharded(self.model):
+        if self.settings.precision == "fp32" or casts_itself(self.model):
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
@@ -245,9 +291,15 @@ class Trainer:
         if self.settings.compile is not None:
             batches = [batch.padded(len(batches[0].inputs)) for batch in batches]
         parts = [p for batch in batches for p in batch.split(self.settings.accumulation)]
+        if isinstance(self.model, Spread):
+            rows = self.model.rows(len(parts[0].inputs))
+            parts = [part.padded(rows) for part in parts if len(part.inputs)]
         sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
         self.model.train()
-        return sum(value.item() for value in sums) / count
+        total = sum(value.item() for value in sums)
+        if isinstance(self.model, Spread):
+            total = self.world.sum(total) / self.world.part[1]
+        return total / count
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:

@@ -1,0 +1,237 @@
+"""Tensor parallel: the matrices of every sublayer are shared by the ranks of a mesh.
+
+Which, and along which dimension, is transformers' plan of the family. What a sublayer reads and
+writes, and so all of the residual stream and its routing, is whole on every rank (docs/meshes.md
+says why). So the routing's gradients need nothing, except those of gates inside an attention whose
+heads are shared. These, norms of single heads and the head are *partial*: the ranks' gradients have
+to be summed, once a step (:meth:`Spread.finish_gradients`).
+
+Embedding and head are whole on every rank and stay tied where they are. The loss is shared by
+tokens: each rank takes its part of them through the whole head, in chunks as ever.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from depthroute.errors import ConfigError
+from depthroute.models.adoption import adopted, routed_class
+from depthroute.parallel.mesh import shares_heads, tensor_plan
+
+
+class Style(NamedTuple):
+    """What ranks hold of a module's parameters, and what they do with its input and output."""
+
+    weight: Placement
+    bias: Placement | None
+    """None where it is whole, and added when the ranks' products are."""
+    splits_input: bool = False
+    gathers_output: bool = False
+    sums_output: bool = False
+
+
+STYLES = {
+    "colwise": Style(Shard(-2), Shard(-1)),
+    "colwise_gather_output": Style(Shard(-2), Shard(-1), gathers_output=True),
+    "rowwise": Style(Shard(-1), None, sums_output=True),
+    "rowwise_split_input": Style(Shard(-1), None, splits_input=True, sums_output=True),
+}
+EXPERTS, PACKED, PARTIAL = "moe_tp_experts", "packed_colwise", "replicated_with_grad_allreduce"
+
+
+class Entries:
+    """Of the modules that read one tensor: they share its copy, whose gradient is then summed over
+    ranks once and not once for each of them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._last: tuple[Any, Any] = (lambda: None, lambda: None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x``; in backward, ranks' gradients are summed."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        original, last = self._last
+        copy = last() if original() is x else None
+        if copy is None:
+            copy = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+            copy = copy.to_local(grad_placements=[Partial()])
+            self._last = weakref.ref(x), weakref.ref(copy)
+        return copy
+
+    def __deepcopy__(self, memo: Any) -> Entries:
+        return Entries(self.mesh)
+
+
+class Shared(nn.Module):
+    """Mixed into a module whose parameters ranks share."""
+
+    prefix = "Shared"
+    style: Style
+    entries: Entries
+
+    def forward(self, x: Tensor, *others: Any) -> Tensor:
+        style, mesh = self.style, self.entries.mesh
+        if style.splits_input:
+            x = _changed(x, mesh, Replicate(), Shard(-1))
+        elif not style.sums_output:
+            x = self.entries(x)
+        with _own_parameters(self) as bias:
+            output = super().forward(x, *others)
+        if style.gathers_output:
+            return _changed(output, mesh, Shard(-1), Replicate())
+        if style.sums_output:
+            output = _changed(output, mesh, Partial(), Replicate())
+            return output if bias is None else output + bias
+        return output
+
+
+class SharedExperts(nn.Module):
+    """Mixed into a family's experts, each of which all ranks share."""
+
+    prefix = "Shared"
+    entries: Entries
+
+    def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *others: Any) -> Tensor:
+        mesh = self.entries.mesh
+        with _own_parameters(self):
+            output = super().forward(self.entries(hidden), indices, Entries(mesh)(weights), *others)
+        return _changed(output, mesh, Partial(), Replicate())
+
+
+def _changed(x: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
+    return (
+        DTensor.from_local(x, mesh, [before], run_check=False)
+        .redistribute(placements=[after])
+        .to_local()
+    )
+
+
+@contextmanager
+def _own_parameters(module: nn.Module) -> Iterator[Tensor | None]:
+    """With what this rank holds of its parameters in their place; a bias that is whole is left out
+    and given, to be added to the sum of the ranks."""
+    parameters = dict(module._parameters)
+    own: Any = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in parameters.items()}
+    bias = parameters.get("bias")
+    is_whole = bias is not None and not isinstance(bias, DTensor)
+    module._parameters.update(own | ({"bias": None} if is_whole else {}))
+    try:
+        yield bias if is_whole else None
+    finally:
+        module._parameters.update(parameters)
+
+
+def share(model: Any, mesh: DeviceMesh) -> frozenset[str]:
+    """Share ``model`` over a mesh of one dimension, in place, each rank keeping its part of the
+    same weights; the names of the parameters whose gradients are then partial."""
+    plan, decoder = tensor_plan(model), model.base_model
+    prefix = f"{model.base_model_prefix}."
+    partial: set[str] = set()
+    entries: dict[str, Entries] = {}
+    for name, module in list(decoder.named_modules()):
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        home = name.rpartition(".")[0]
+        if style == PARTIAL:
+            partial |= {f"{prefix}{name}.{own}" for own, _ in module.named_parameters()}
+        elif style == EXPERTS:
+            shared = _shared_experts(module, name, plan, mesh)
+            _put(decoder, name, shared)
+        elif style is not None:
+            inputs = entries.setdefault(home, Entries(mesh))
+            _put(decoder, name, _shared_linear(module, name, style, inputs))
+    partial |= _partial_gates(model, plan, prefix)
+    partial |= _share_ends(model, mesh)
+    return frozenset(partial)
+
+
+def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
+    home, _, leaf = name.rpartition(".")
+    decoder.get_submodule(home)._modules[leaf] = module
+
+
+def _shared_linear(module: nn.Module, name: str, style: str, entries: Entries) -> nn.Module:
+    if style not in STYLES or type(module) is not nn.Linear:
+        raise ConfigError(
+            f"tensor parallel cannot share {name}: it is a {type(module).__name__} of style "
+            f"{style!r}, and linear layers of {', '.join(STYLES)} can be; use --pp or --parallel "
+            "fsdp"
+        )
+    shared = adopted(routed_class(type(module), Shared), module)
+    shared.style, shared.entries = STYLES[style], entries
+    _distribute(shared, "weight", shared.style.weight, entries.mesh)
+    if module.bias is not None and shared.style.bias is not None:
+        _distribute(shared, "bias", shared.style.bias, entries.mesh)
+    return shared
+
+
+def _shared_experts(module: nn.Module, name: str, plan: Any, mesh: DeviceMesh) -> nn.Module:
+    shared = adopted(routed_class(type(module), SharedExperts), module)
+    shared.entries = Entries(mesh)
+    kind = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    for own, parameter in module.named_parameters(recurse=False):
+        style = plan.get(f"{kind}.{own}")
+        if style == PACKED:  # gate and up after each other, of each of which a rank has its part
+            place = _StridedShard(parameter.ndim - 2, split_factor=2)
+        elif style in STYLES:
+            place = STYLES[style].weight
+        else:
+            raise ConfigError(f"tensor parallel cannot share {name}.{own} of style {style!r}")
+        _distribute(shared, own, place, mesh)
+    return shared
+
+
+def _distribute(module: Any, name: str, place: Any, mesh: DeviceMesh) -> None:
+    whole = module._parameters[name]
+    if isinstance(place, Shard) and place.dim < 0:
+        place = Shard(place.dim + whole.ndim)
+    # every rank has the same weights, so none has to be told its part
+    part = distribute_tensor(whole.detach(), mesh, [place], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(part, whole.requires_grad)
+
+
+def _partial_gates(model: Any, plan: dict[str, str], prefix: str) -> set[str]:
+    """Numbers that weigh the values of heads."""
+    if model.plan.values is None or not shares_heads(plan):
+        return set()
+    names = (name for name, _ in model.base_model.named_parameters())
+    wanted = (
+        n for n in names if n.startswith("routing.") and n.endswith((".gate", "value_weight"))
+    )
+    return {f"{prefix}{name}" for name in wanted}
+
+
+def _share_ends(model: Any, mesh: DeviceMesh) -> set[str]:
+    """The loss is shared by tokens, so what comes before the head needs the sum of its gradients,
+    and the head's own are partial. A tied embedding's are whole and made partial too."""
+    norm = getattr(model.base_model, model.architecture.final_norm)
+    norm.register_forward_hook(lambda module, inputs, output: Entries(mesh)(output))
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is table.weight:
+        table.register_forward_hook(lambda module, inputs, output: _divided(output, mesh.size()))
+    own = {id(parameter) for parameter in head.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in own}
+
+
+def _divided(output: Tensor, ranks: int) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient / ranks)
+    return output
