@@ -9,11 +9,12 @@ file that holds whole tensors is read in the same way.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from safetensors.torch import save_file
@@ -26,6 +27,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.futures import Future as TorchFuture
 
 from depthroute import files
@@ -106,7 +109,7 @@ def start_writing(
     """
     _silence()
     future = async_save(
-        tensors,
+        {name: t.full_tensor() if _is_scattered(t) else t for name, t in tensors.items()},
         storage_writer=Parts(folder, seal),
         planner=DefaultSavePlanner(**_FLAT),
         process_group=group,
@@ -125,13 +128,37 @@ def about(folder: Path) -> Mapping[str, TensorStorageMetadata]:
 def read_into(tensors: Tensors, folder: Path, group: Any = None) -> None:
     """The parts that ``tensors`` are, in place; ``group`` reads together, None alone."""
     _silence()
+    scattered = {name: t for name, t in tensors.items() if _is_scattered(t)}
+    whole = {n: torch.empty(t.shape, dtype=t.dtype, device=t.device) for n, t in scattered.items()}
     load(
-        tensors,
+        tensors | whole,
         storage_reader=HuggingFaceStorageReader(str(folder)),
         planner=DefaultLoadPlanner(**_FLAT),
         process_group=group,
         no_dist=group is None,
     )
+    for name, tensor in scattered.items():
+        mesh, places = tensor.device_mesh, tensor.placements
+        part = distribute_tensor(whole[name], mesh, places, src_data_rank=None)
+        tensor.to_local().copy_(part.to_local())
+
+
+def _is_scattered(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether what a rank has of it lies in several places of the whole, as the gate's and the up
+    projection's parts of packed experts do: torch writes and reads one piece a rank.
+
+    A strided shard is one piece where it is cut once more along the same dimension, as often as
+    its stride says: FSDP2 over tensor parallel.
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    places = list(enumerate(tensor.placements))
+    for axis, place in places:
+        if isinstance(place, _StridedShard):
+            later = [i for i, p in places[axis + 1 :] if p.is_shard(place.dim)]
+            if math.prod(tensor.device_mesh.size(i) for i in later) != place.split_factor:
+                return True
+    return False
 
 
 def read_whole(folder: Path, names: Mapping[str, TensorStorageMetadata]) -> Tensors:
