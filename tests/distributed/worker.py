@@ -200,7 +200,8 @@ def packed(world, folder):
     place = _StridedShard(0, split_factor=2)
     part = distribute_tensor(whole, mesh, [place], src_data_rank=None)
     group = distributed.new_group(backend="gloo")
-    stored.start_writing({"x": part}, folder, lambda checksums: None, group).result()
+    copies = stored.Copies()
+    stored.start_writing({"x": part}, folder, lambda checksums: None, group, copies).result()
     again = torch.zeros_like(part)
     stored.read_into({"x": again}, folder, group)
     return {

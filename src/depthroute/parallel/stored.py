@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -38,12 +38,45 @@ _FLAT: dict[str, bool] = {"flatten_state_dict": False, "flatten_sharded_tensors"
 
 
 class Copies(AsyncStager):
-    """What is written in the background: training goes on in the tensors themselves."""
+    """What is written in the background: training goes on in the tensors themselves.
+
+    One for all checkpoints of a run, which are written one after the other: memory that is there
+    already, pinned for a GPU, is filled several times as fast as new memory.
+    """
 
     _synchronize_after_execute = False
 
+    def __init__(self) -> None:
+        self.parts: Tensors = {}
+        """What this rank has of each tensor."""
+
     def stage(self, state_dict: Tensors) -> Tensors:
-        return {name: t.detach().to("cpu", copy=True) for name, t in state_dict.items()}
+        self.parts = {name: self._copied(name, _own(t)) for name, t in state_dict.items()}
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return state_dict
+
+    def _copied(self, name: str, part: Tensor) -> Tensor:
+        copy = self.parts.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
+            copy = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+        return copy.copy_(part, non_blocking=True)
+
+
+class _Planner(DefaultSavePlanner):
+    """Who writes what follows from the tensors; what is written is taken from their copies."""
+
+    def __init__(self, copies: Copies) -> None:
+        super().__init__(**_FLAT)
+        self.copies = copies
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.copies.parts[write_item.index.fqn]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Parts(StorageWriter):
@@ -70,7 +103,7 @@ class Parts(StorageWriter):
         for item in plan.items:
             name, about = item.index.fqn, item.tensor_data
             assert about is not None and name not in parts, name
-            parts[name] = cast(Tensor, planner.resolve_data(item)).contiguous()
+            parts[name] = cast(Tensor, planner.resolve_data(item))
             offsets[name] = {"saved_offsets": list(about.chunk.offsets)}
         written: TorchFuture[list[WriteResult]] = TorchFuture()
         if not parts:
@@ -101,19 +134,24 @@ class Parts(StorageWriter):
 
 
 def start_writing(
-    tensors: Tensors, folder: Path, seal: Callable[[dict[str, str]], None], group: Any
+    tensors: Tensors,
+    folder: Path,
+    seal: Callable[[dict[str, str]], None],
+    group: Any,
+    copies: Copies,
 ) -> Future[Any]:
     """Copies ``tensors`` and returns; what comes of writing them is in the future, on each rank.
 
-    ``group`` is all ranks, for this alone, and not a GPU's; None in a single process.
+    ``group`` is all ranks, for this alone, and not a GPU's; None in a single process. ``copies``
+    are those of the write before, which has ended.
     """
     _silence()
     future = async_save(
         {name: t.full_tensor() if _is_scattered(t) else t for name, t in tensors.items()},
         storage_writer=Parts(folder, seal),
-        planner=DefaultSavePlanner(**_FLAT),
+        planner=_Planner(copies),
         process_group=group,
-        async_stager=Copies(),
+        async_stager=copies,
         no_dist=group is None,
     )
     return cast("Future[Any]", future)
@@ -140,7 +178,7 @@ def read_into(tensors: Tensors, folder: Path, group: Any = None) -> None:
     for name, tensor in scattered.items():
         mesh, places = tensor.device_mesh, tensor.placements
         part = distribute_tensor(whole[name], mesh, places, src_data_rank=None)
-        tensor.to_local().copy_(part.to_local())
+        _own(tensor).copy_(part.to_local())
 
 
 def _is_scattered(tensor: Tensor) -> TypeGuard[DTensor]:
