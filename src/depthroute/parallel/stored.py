@@ -34,6 +34,8 @@ from torch.futures import Future as TorchFuture
 from depthroute import files
 
 Tensors = dict[str, Tensor]
+_ALL = "tensors"
+"""One entry with all of them: torch logs every entry twice, in the time of a step."""
 _FLAT: dict[str, bool] = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
@@ -50,8 +52,9 @@ class Copies(AsyncStager):
         self.parts: Tensors = {}
         """What this rank has of each tensor."""
 
-    def stage(self, state_dict: Tensors) -> Tensors:
-        self.parts = {name: self._copied(name, _own(t)) for name, t in state_dict.items()}
+    def stage(self, state_dict: dict[str, Tensors]) -> dict[str, Tensors]:
+        tensors = state_dict[_ALL]
+        self.parts = {name: self._copied(name, _own(t)) for name, t in tensors.items()}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return state_dict
@@ -69,6 +72,11 @@ class _Planner(DefaultSavePlanner):
     def __init__(self, copies: Copies) -> None:
         super().__init__(**_FLAT)
         self.copies = copies
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict[_ALL], storage_meta, is_coordinator)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self.copies.parts[write_item.index.fqn]
@@ -146,8 +154,9 @@ def start_writing(
     are those of the write before, which has ended.
     """
     _silence()
+    tensors = {name: t.full_tensor() if _is_scattered(t) else t for name, t in tensors.items()}
     future = async_save(
-        {name: t.full_tensor() if _is_scattered(t) else t for name, t in tensors.items()},
+        {_ALL: tensors},
         storage_writer=Parts(folder, seal),
         planner=_Planner(copies),
         process_group=group,
