@@ -22,7 +22,7 @@ BOOK = "the depth of a model is what it reads, and what it reads is what it was\
 SMALL = ["num_hidden_layers=4", "hidden_size=32", "intermediate_size=64"]
 SETTINGS = ["batch_size=8", "sequence_length=32", "save_every=2", "validate_every=10"]
 SETTINGS += ["validation_sequences=8", "warmup_steps=2"]
-PATIENCE = 300.0
+PATIENCE = 600.0
 """Seconds in which something must happen."""
 
 

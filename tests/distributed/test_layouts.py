@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from safetensors.torch import load_file
 
 import depthroute as dr
 from depthroute.runs.directory import RunDirectory
+from tests.distributed import kill_worker
 from tests.distributed.layout_worker import CASES, HALF, LAYOUTS, STEPS
-from tests.distributed.ranks import ROOT
+from tests.distributed.ranks import ROOT, free_port
 
 BUDGET = 1e-5
 
@@ -101,3 +104,61 @@ def test_ranks_killed_ten_times_end_where_an_undisturbed_run_ends(tmp_path, rank
     for name in ("model/model.safetensors",):
         one, other = (load_file(tmp_path / run / name) for run in ("run", "straight"))
         assert all(torch.equal(one[n], other[n]) for n in one | other)
+
+
+def torchrun(folder, *options, out="run"):
+    """An agent, as on a node of its own."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1", *options]
+    command = [*agent, "-m", "depthroute", *kill_worker.words(40, out, "--parallel", "fsdp")[1:]]
+    with (folder / f"agent_{len(list(folder.glob('agent_*')))}.log").open("w") as log:
+        return subprocess.Popen(
+            command, env=environment(), cwd=folder, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def workers(agent):
+    """The processes that an agent has started."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    return [int(number) for number in children]
+
+
+def kill_a_worker(folder, agents, draw):
+    """Of some agent, when a checkpoint more than now is there."""
+    last = max([*(folder / "run").glob("checkpoints/step_*")], default=Path("step_0")).name
+
+    def is_there():
+        saved = max([*(folder / "run").glob("checkpoints/step_*")], default=Path("step_0")).name
+        assert all(agent.poll() is None for agent in agents), logs(folder)
+        return saved > last and all(map(workers, agents))
+
+    kill_worker.until(is_there)
+    os.kill(draw.choice(workers(draw.choice(agents))), signal.SIGKILL)
+
+
+def logs(folder):
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("agent_*.log")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_starts_killed_ranks_again_and_nothing_is_lost(tmp_path, nodes):
+    (tmp_path / "book.txt").write_text(kill_worker.BOOK)
+    options = ["--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes), "--max-restarts", "3"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id", "run"]
+    agents = [torchrun(tmp_path, *options) for _ in range(nodes)]
+    draw = random.Random(nodes)
+    try:
+        for _ in range(2):
+            kill_a_worker(tmp_path, agents, draw)
+        assert [agent.wait(kill_worker.PATIENCE) for agent in agents] == [0] * nodes, logs(tmp_path)
+    finally:
+        for agent in agents:
+            agent.terminate()  # and its workers
+            agent.wait(kill_worker.PATIENCE)
+    restarts = [r for r in RunDirectory(tmp_path / "run")._lines() if r["event"] == "resumed"]
+    assert len(restarts) >= 2 and all(r["step"] > 0 for r in restarts)
+    port = f"127.0.0.1:{free_port()}"
+    alone = torchrun(tmp_path, "--nproc-per-node", "2", "--rdzv-endpoint", port, out="straight")
+    assert alone.wait(kill_worker.PATIENCE) == 0, logs(tmp_path)
+    assert losses(tmp_path / "run") == losses(tmp_path / "straight")

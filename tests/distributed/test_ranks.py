@@ -79,6 +79,12 @@ def test_a_full_disk_tells_every_rank_and_keeps_the_last_good_checkpoint(seen, m
     assert "the last good checkpoint is" in seen[0][mode]["full disk"]["message"]
 
 
+def test_parts_that_lie_in_several_places_of_a_tensor_are_saved_and_loaded(seen):
+    rows = [rank["packed"].pop("rows") for rank in seen]
+    assert rows == [[0.0, 2.0, 8.0, 10.0], [4.0, 6.0, 12.0, 14.0]]
+    assert [rank["packed"] for rank in seen] == [{"again": True, "whole": True}] * RANKS
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_rank_looks_at_the_trained_model_and_the_others_do_not_wait_for_ever(
     tmp_path, mode

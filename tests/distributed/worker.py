@@ -11,10 +11,15 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import depthroute as dr
 from depthroute import ops, presets
 from depthroute.errors import DepthrouteError
+from depthroute.parallel import stored
 from depthroute.parallel.world import SINGLE, joined
 from depthroute.parallel.wrap import wrap
 from depthroute.runs.checkpoint import Checkpoints
@@ -188,6 +193,24 @@ def full_disk(world, mode, folder):
     return {"message": message, "kept": kept, "completed": one.completed}
 
 
+def packed(world, folder):
+    """Ranks that have rows of both halves of a tensor; one process reads it whole."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    whole = torch.arange(16.0).view(8, 2)
+    place = _StridedShard(0, split_factor=2)
+    part = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+    group = distributed.new_group(backend="gloo")
+    copies = stored.Copies()
+    stored.start_writing({"x": part}, folder, lambda checksums: None, group, copies).result()
+    again = torch.zeros_like(part)
+    stored.read_into({"x": again}, folder, group)
+    return {
+        "rows": part.to_local()[:, 0].tolist(),
+        "again": torch.equal(again.to_local(), part.to_local()),
+        "whole": torch.equal(stored.read_whole(folder, stored.about(folder))["x"], whole),
+    }
+
+
 def main(folder):
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as world:
@@ -206,6 +229,7 @@ def main(folder):
                 found[mode]["interrupted"] = interrupted(world, mode, folder / mode)
                 found[mode]["full disk"] = full_disk(world, mode, folder / mode)
                 found[mode]["diverged"] = diverged(world, mode)
+            found["packed"] = packed(world, folder / "ddp")
         except Exception:
             found["error"] = traceback.format_exc()
             (folder / f"rank_{world.rank}.json").write_text(json.dumps(found))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from torch import distributed
 from depthroute.errors import ConfigError, DepthrouteError
 
 T = TypeVar("T")
-GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+GONE = ("Connection closed", "Connection re", "Timed out", "timed out", "Broken pipe")
 """What gloo's plain RuntimeErrors say of another rank (torch 2.11 to 2.13)."""
 CPU = torch.device("cpu")
 
@@ -116,9 +118,9 @@ def joined(
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    rank = distributed.get_rank()
+    rank = int(os.environ["RANK"])
     try:
+        _join("nccl" if device.type == "cuda" else "gloo", rank, size)
         yield World(rank, size, device, None if part is None else part(rank))
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
     except RuntimeError as error:
@@ -130,7 +132,44 @@ def joined(
             "from the last checkpoint with --resume auto"
         ) from error
     finally:
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _join(backend: str, rank: int, size: int) -> None:
+    """torchrun's store outlives the processes that it starts again, and with it the addresses of
+    those that are gone (torch 2.13); so what these processes write there has a name of its own."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        distributed.init_process_group(backend)
+        return
+    store, _, _ = next(iter(distributed.rendezvous("env://")))
+    store = distributed.PrefixStore(agreed_name(store, rank, size), store)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def agreed_name(store: distributed.Store, rank: int, size: int) -> str:
+    """One that these processes have agreed on, whatever earlier ones have left in ``store``.
+
+    Who asks is answered under a name that it has just made up, so never by what was left. The first
+    rank answers everybody that it finds, those that are gone too, until the others are there.
+    """
+    name, end = secrets.token_hex(8), time.monotonic() + store.timeout.total_seconds()
+    if rank:
+        store.set(f"asks/{rank}", name)
+        agreed = store.get(f"answer/{name}").decode()
+        store.set(f"knows/{agreed}/{rank}", "")
+        return agreed
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"knows/{name}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", name)
+        if time.monotonic() > end:
+            raise distributed.DistStoreError(f"Timed out waiting for rank {min(missing)}")
+        time.sleep(0.01)
+    return name
 
 
 def _tells_of_a_loss(error: RuntimeError) -> bool:

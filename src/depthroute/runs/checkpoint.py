@@ -77,6 +77,7 @@ class Checkpoints:
     skipped: set[Path] = field(default_factory=set)
     """Damaged checkpoints, which are written again when their step is reached again."""
     writing: Writing | None = None
+    copies: stored.Copies = field(default_factory=stored.Copies)
 
     @cached_property
     def _group(self) -> Any:
@@ -131,7 +132,7 @@ class Checkpoints:
             for name, tensor in _held(trainer)
         }
         complete = partial(self._complete, target, temporary, state)
-        future = stored.start_writing(tensors, temporary, complete, self._group)
+        future = stored.start_writing(tensors, temporary, complete, self._group, self.copies)
         self.writing = Writing(target, temporary, future)
         return target
 
