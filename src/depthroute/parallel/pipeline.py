@@ -132,7 +132,7 @@ class Pipeline:
         self._loss, self._num_targets = loss or summed_cross_entropy, 1.0
         self.is_tied = is_tied(model)
         self._num_parameters = num_parameters(model, layout)
-        self._is_split = _splits_backward(model)
+        self._is_split = splits_backward(model)
         self.stages = [
             StageModule(model, layout, stage, self.cache, self._share).to(self.device)
             for stage in layout.on(self.rank)
@@ -322,7 +322,7 @@ def summed_cross_entropy(model: Any, arguments: dict[str, Any], targets: Tensor)
     return functional.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
 
 
-def _splits_backward(model: Any) -> bool:
+def splits_backward(model: Any) -> bool:
     """Whether zero-bubble schedules may leave the gradients of weights for later; if not, they
     compute them at once and fill their bubbles less.
 
