@@ -183,11 +183,58 @@ class OneModelOptions(RunOptions):
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Of the weights and the order of the data.")
     ] = 0
-    parallel: Annotated[str, typer.Option(help="Under torchrun: ddp or fsdp.")] = "ddp"
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")
     ] = False
     wandb: Annotated[str | None, typer.Option(help="Send records to this W&B project too.")] = None
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """How the processes that torchrun starts share the work."""
+
+    parallel: Annotated[
+        str, typer.Option(help="Replicas under torchrun: ddp, or fsdp, which shards their weights.")
+    ] = "ddp"
+    dp: Annotated[
+        int | None, typer.Option(min=1, help="Replicas; left out, what --tp and --pp leave over.")
+    ] = None
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share every layer.")] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Ranks of a pipeline, with some layers each.")] = 1
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zbv; left out, 1f1b, "
+            "or interleaved with several chunks."
+        ),
+    ] = None
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages that each rank has.")] = None
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of a replica's batch in the pipeline; left out, 2 a rank."),
+    ] = None
+    stage_layers: Annotated[
+        str | None, typer.Option(help="Layers of each stage, such as 3,2,2,1; left out, even.")
+    ] = None
+    pipeline_cache: Annotated[
+        bool,
+        typer.Option(
+            "--pipeline-cache/--no-pipeline-cache", help="Send no rank what it has had before."
+        ),
+    ] = True
+
+    def layout(self) -> Any:
+        """A MeshLayout."""
+        from depthroute.parallel.mesh import MeshLayout
+
+        options = asdict(self)
+        layers = self.stage_layers
+        if layers is not None and not all(part.isdecimal() for part in layers.split(",")):
+            raise ConfigError(f"--stage-layers {layers!r} is no list of numbers such as 3,2,2,1")
+        counts = None if layers is None else tuple(int(part) for part in layers.split(","))
+        del options["stage_layers"]
+        mode, cache = options.pop("parallel"), options.pop("pipeline_cache")
+        return MeshLayout(mode=mode, cache=cache, layers=counts, **options)
 
 
 def assigned(assignments: list[str] | None, option: str) -> dict[str, Any]:

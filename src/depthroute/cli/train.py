@@ -10,6 +10,7 @@ from depthroute.cli.app import AsJson, Preset, app
 from depthroute.cli.convert import Base, DriftOptions
 from depthroute.cli.options import (
     DATA,
+    MeshOptions,
     OneModelOptions,
     RoutingOptions,
     Shape,
@@ -36,6 +37,7 @@ def train(
     routing: RoutingOptions,
     model: Shape = None,
     options: OneModelOptions,
+    mesh: MeshOptions,
     text: TextOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +46,8 @@ def train(
     The text is tokenised once and kept. Ctrl-C and SIGTERM save and stop; `--resume auto` goes on
     as if nothing had happened. The run directory ends with config.json, metrics.jsonl,
     checkpoints/, traces.json and model/, which `from_pretrained` loads. For several devices put
-    `torchrun --nproc-per-node N -m` before `depthroute train`.
+    `torchrun --nproc-per-node N -m` before `depthroute train`, and say with `--tp` and `--pp` how
+    they share the model.
     """
     chosen = routing.chosen()
 
@@ -54,7 +57,7 @@ def train(
         return launch.train(request, preset, chosen, assigned(model, "--model"))
 
     source = {"data": data, "tokenizer": tokenizer} | vars(text)
-    _run("train", start, source, options, as_json)
+    _run("train", start, source, options, mesh, as_json)
 
 
 @app.command(
@@ -71,6 +74,7 @@ def finetune(
     ] = False,
     drift: DriftOptions,
     options: OneModelOptions,
+    mesh: MeshOptions,
     text: TextOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -87,7 +91,7 @@ def finetune(
 
         return launch.finetune(request, base, chosen, freeze_base=freeze_base, tolerance=largest)
 
-    _run("finetune", start, {"data": data} | vars(text), options, as_json)
+    _run("finetune", start, {"data": data} | vars(text), options, mesh, as_json)
 
 
 def _run(
@@ -95,10 +99,11 @@ def _run(
     start: Callable[[Any], dict[str, Any]],
     source: dict[str, Any],
     options: OneModelOptions,
+    mesh: MeshOptions,
     as_json: bool,
 ) -> None:
     """With progress on stderr, so that stdout holds the result alone."""
-    changes, out = options.changes(), options.directory(command)
+    changes, out, layout = options.changes(), options.directory(command), mesh.layout()
     import transformers
 
     from depthroute.diagnostics import look
@@ -114,7 +119,7 @@ def _run(
             resume=options.is_resumed,
             seed=options.seed,
             device=options.device,
-            parallel=options.parallel,
+            layout=layout,
             changes=changes,
             tensorboard=options.tensorboard,
             wandb=options.wandb,

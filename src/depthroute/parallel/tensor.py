@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from depthroute.errors import ConfigError
@@ -111,9 +118,11 @@ class SharedExperts(nn.Module):
 
 
 def _changed(x: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
-    return DTensor.from_local(x, mesh, [before], run_check=False).redistribute(
-        placements=[after]
-    ).to_local()
+    return (
+        DTensor.from_local(x, mesh, [before], run_check=False)
+        .redistribute(placements=[after])
+        .to_local()
+    )
 
 
 @contextmanager
@@ -210,7 +219,9 @@ def _partial_gates(model: Any, plan: dict[str, str], prefix: str) -> set[str]:
     if model.plan.values is None or not shares_heads(plan):
         return set()
     names = (name for name, _ in model.base_model.named_parameters())
-    wanted = (n for n in names if n.startswith("routing.") and n.endswith((".gate", "value_weight")))
+    wanted = (
+        n for n in names if n.startswith("routing.") and n.endswith((".gate", "value_weight"))
+    )
     return {f"{prefix}{name}" for name in wanted}
 
 

@@ -89,10 +89,13 @@ SINGLE = World()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[World]:
+def joined(
+    device: torch.device, part: Callable[[int], tuple[int, int]] | None = None
+) -> Iterator[World]:
     """The world of this process: read from torchrun's variables, left at the end.
 
-    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own.
+    ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own. ``part``
+    says which part of a batch a rank is given, and of how many; left out, each has its own.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -109,7 +112,8 @@ def joined(device: torch.device) -> Iterator[World]:
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield World(distributed.get_rank(), size, device)
+        rank = distributed.get_rank()
+        yield World(rank, size, device, None if part is None else part(rank))
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
     finally:
         distributed.destroy_process_group()

@@ -17,6 +17,7 @@ from depthroute.parallel.sharding import shard
 from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import World
 
+
 def wrap(model: Any, world: World, mode: str, *, precision: str = "fp32") -> Any:
     """``model`` as the ranks of ``world`` train it; itself where there is one rank."""
     if mode not in MODES:

@@ -5,6 +5,7 @@ RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from depthroute import files, presets
-from depthroute.checks import check_choice
 from depthroute.config import RoutingConfig
 from depthroute.data import sources, tokenise
 from depthroute.data.batches import TokenData
@@ -24,12 +24,14 @@ from depthroute.data.vocabulary import Vocabulary
 from depthroute.errors import ConfigError
 from depthroute.json_shape import ANYTHING, NUMBER, WHOLE, check
 from depthroute.models import attention, saving
-from depthroute.models.convert import convert, converted_config
+from depthroute.models.convert import convert, converted_config, from_config
 from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.models.model import plan_for
+from depthroute.parallel.mesh import MeshLayout
 from depthroute.parallel.sharded import whole_state
+from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import World, joined
-from depthroute.parallel.wrap import MODES, is_sharded, wrap
+from depthroute.parallel.wrap import is_sharded, wrap
 from depthroute.presets import Recipe
 from depthroute.runs import environment
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
@@ -78,7 +80,7 @@ class Request(TextSource):
     resume: bool = False
     seed: int = 0
     device: str = "auto"
-    parallel: str = "ddp"
+    layout: MeshLayout = MeshLayout()
     changes: dict[str, Any] = field(default_factory=dict)
     """Training settings."""
     tensorboard: bool = False
@@ -113,6 +115,7 @@ def train(
     refuse_too_large(model, choose_device(request.device))
     refuse_idle_rates(request.changes, [model.plan])
     settings = _ten_looks(from_recipe(chosen.recipe, request.changes, f"preset {preset!r}"))
+    layout = _fitting_layout(request, settings, model)
     tokenizer = sources.default_tokenizer(chosen, request)
 
     def job(vocabulary: dict[str, Any]) -> _Job:
@@ -124,7 +127,7 @@ def train(
 
         return _Job("train", {"preset": fitted.to_dict()}, fitted.routing, settings, build)
 
-    return _launch(request, job, tokenizer, settings)
+    return _launch(replace(request, layout=layout), job, tokenizer, settings)
 
 
 def finetune(
@@ -153,6 +156,8 @@ def finetune(
             "leave it out, or choose another method"
         )
     check_length(settings, getattr(config, "max_position_embeddings", None))
+    with torch.device("meta"):
+        layout = _fitting_layout(request, settings, from_config(config, routing))
 
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
@@ -168,7 +173,31 @@ def finetune(
         about = {"base": base, "freeze_base": freeze_base}
         return _Job("finetune", about, routing, settings, build)
 
-    return _launch(request, job, base, settings)
+    return _launch(replace(request, layout=layout), job, base, settings)
+
+
+def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> MeshLayout:
+    """For the processes that there are, before anything is tokenised or loaded."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = request.layout.over(ranks)
+    layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
+    if layout.mode == "fsdp" and layout.dp == 1:
+        raise ConfigError(
+            "--parallel fsdp is for several replicas, and this is one; start more processes with "
+            "torchrun, or leave it out"
+        )
+    if (layout.mode == "fsdp" or layout.tp > 1) and settings.optimizer == "muon":
+        why = "--parallel fsdp shards" if layout.mode == "fsdp" else f"--tp {layout.tp} shares"
+        raise ConfigError(
+            f"--set optimizer=muon orthogonalises whole matrices, and {why} them; use --parallel "
+            "ddp and --pp, or optimizer=adamw"
+        )
+    if not layout.is_plain and settings.compile is not None:
+        raise ConfigError(
+            f"--set compile={settings.compile} is not for a model over --tp or --pp; leave it out, "
+            "or use --parallel ddp or fsdp alone"
+        )
+    return layout
 
 
 def _launch(
@@ -177,19 +206,7 @@ def _launch(
     tokenizer: str,
     settings: TrainSettings,
 ) -> dict[str, Any]:
-    check_choice("--parallel", request.parallel, MODES)
-    if request.parallel == "fsdp" and settings.optimizer == "muon":
-        raise ConfigError(
-            "--set optimizer=muon orthogonalises whole matrices, and --parallel fsdp shards "
-            "them; use --parallel ddp, or optimizer=adamw"
-        )
-    with joined(choose_device(request.device)) as world:
-        if request.parallel != MODES[0] and world.size == 1:
-            raise ConfigError(
-                f"--parallel {request.parallel} is for several processes, and this is one; start "
-                "it with torchrun, or leave it out"
-            )
-        _check_ranks(settings, world)
+    with joined(choose_device(request.device), request.layout.part) as world:
         prepared = world.on_main(
             lambda: sources.prepare(request, tokenizer, request.watch.on_progress)
         )
@@ -214,21 +231,21 @@ def _run(
     name = next(iter(run.read_json("config.json")["methods"])) if world.is_main else ""
     is_resumed, name = world.gather((goes_on, name))[0]
     watch = request.watch if world.is_main else Watch()
+    # each rank takes its part of a model that no device has to hold
+    device = world.device if request.layout.is_plain else torch.device("cpu")
     with closing(run):
         outcome = world.gather(_finished(run) if goes_on else None)[0]
         if outcome is not None:
             watch.note(f"{run.path} is finished: nothing is left to do")
             return outcome
         experiment = Experiment(
-            {name: lambda: job.build(data, world.device, is_resumed)},
+            {name: lambda: job.build(data, device, is_resumed)},
             job.settings,
             data,
             run,
             (request.seed,),
             world,
-            wrap=lambda model: wrap(
-                model, world, request.parallel, precision=job.settings.precision
-            ),
+            wrap=lambda model: _placed(model, request.layout, world, job.settings),
             sinks=_sinks(request, run, config) if world.is_main else (),
             on_step=lambda progress: watch.on_step(progress.result, progress.memory),
             on_trained=lambda experiment: _finish(experiment, request, vocabulary, watch),
@@ -239,6 +256,12 @@ def _run(
         watch.on_start(experiment.taken, job.settings.steps)
         experiment()
         return run.read_json("summary.json") | _places(run)
+
+
+def _placed(model: Any, layout: MeshLayout, world: World, settings: TrainSettings) -> Any:
+    if layout.is_plain:
+        return wrap(model, world, layout.mode, precision=settings.precision)
+    return Spread(model, layout, world, precision=settings.precision)
 
 
 def _finished(run: RunDirectory) -> dict[str, Any] | None:
@@ -287,8 +310,8 @@ def _finish(
 
 def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
     """The trained model: ``save_pretrained``, whole, with its tokenizer."""
-    model = trainer.inner
-    weights = whole_state(model) if is_sharded(model) else None
+    model = trainer.parts[0]  # any part has the class and the configuration of the whole
+    weights = whole_state(trainer.inner) if is_sharded(trainer.inner) else None
 
     def write() -> None:
         with saving.replacing(folder) as new:
@@ -309,7 +332,8 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
         "train": job.settings.to_dict(),
         "device": str(world.device),
         "ranks": world.size,
-        "parallel": request.parallel if world.size > 1 else None,
+        "parallel": request.layout.mode if world.size > 1 else None,
+        "mesh": None if request.layout.is_plain else request.layout.to_dict(),
         "data": sources.describe(index),
         "environment": environment.describe(),
     }
@@ -332,15 +356,6 @@ def _ten_looks(settings: TrainSettings) -> TrainSettings:
         validate_every=settings.validate_every or every,
         save_every=settings.save_every or every,
     )
-
-
-def _check_ranks(settings: TrainSettings, world: World) -> None:
-    parts = world.size * settings.accumulation
-    if settings.batch_size % parts:
-        raise ConfigError(
-            f"train.batch_size={settings.batch_size} does not split over {world.size} ranks times "
-            f"accumulation={settings.accumulation}; use a multiple of {parts}"
-        )
 
 
 def _sinks(request: Request, run: RunDirectory, config: dict[str, Any]) -> list[Sink]:
