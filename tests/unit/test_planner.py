@@ -6,14 +6,13 @@ from tests.families import family_config
 from tests.support import routed_model, tokens
 
 import depthroute as dr
-from depthroute.errors import ConfigError
 from depthroute.models import attention
 from depthroute.models.architecture import ARCHITECTURES
 from depthroute.parallel import timeline, tracing
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import ORDERS, PipelineLayout
 from depthroute.parallel.mesh import MeshLayout
-from depthroute.parallel.planner import forecast, refuse_too_large
+from depthroute.parallel.planner import forecast
 from depthroute.parallel.stages import StageModule
 
 ROWS, LENGTH = 2, 16
@@ -116,9 +115,7 @@ def test_what_is_kept_is_what_real_tensors_keep(method, recomputes):
         module, seen.kept = StageModule(real, plan, stage, caches[stage.rank]), []
         with seen:
             handed = module(*given)
-        assert trace.sizes == dict(
-            zip(stage.after.sent, (t.nbytes for t in handed), strict=True)
-        )
+        assert trace.sizes == dict(zip(stage.after.sent, (t.nbytes for t in handed), strict=True))
         kept = sum(size for reference, size in seen.kept if not reference.expired())
         assert trace.kept == kept
         given = tuple(t.detach().requires_grad_() for t in handed)

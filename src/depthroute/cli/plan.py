@@ -1,56 +1,18 @@
 """`depthroute plan`: what a layout of processes costs, before there are any."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from depthroute.checks import check_object
 from depthroute.cli.app import AsJson, Preset, app
-from depthroute.cli.options import RoutingOptions, Shape, assigned
+from depthroute.cli.options import MeshOptions, RoutingOptions, Shape, assigned
 from depthroute.cli.terminal import output, print_json
-from depthroute.errors import ConfigError, shown
+from depthroute.errors import ConfigError
 
 SETTINGS = ("batch_size", "sequence_length", "accumulation", "precision", "gradient_checkpointing")
 """Of training, those that a plan depends on."""
-
-
-@dataclass(frozen=True)
-class MeshOptions:
-    """The flags of `train` and `finetune`; the names are those of a ``MeshLayout``."""
-
-    dp: Annotated[int, typer.Option(help="Replicas that take a part of the batch each.")] = 1
-    tp: Annotated[int, typer.Option(help="Ranks that share the matrices of every layer.")] = 1
-    pp: Annotated[int, typer.Option(help="Ranks of a pipeline, some layers on each.")] = 1
-    parallel: Annotated[str, typer.Option(help="Of replicas: ddp or fsdp.")] = "ddp"
-    schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved, zero-bubble or zbv.")
-    ] = None
-    chunks: Annotated[int | None, typer.Option(help="Stages of a rank.")] = None
-    micro_batches: Annotated[
-        int | None, typer.Option(help="Parts of a batch; left out, two a rank.")
-    ] = None
-    stage_layers: Annotated[
-        str | None, typer.Option(help="Layers of each stage, such as 3,2,2,1; left out, even.")
-    ] = None
-    no_pipeline_cache: Annotated[
-        bool, typer.Option("--no-pipeline-cache", help="Send every tensor at every hop.")
-    ] = False
-
-    def layout(self) -> Any:
-        from depthroute.parallel.mesh import MeshLayout
-
-        return MeshLayout(
-            dp=self.dp,
-            tp=self.tp,
-            pp=self.pp,
-            mode=self.parallel,
-            schedule=self.schedule,
-            chunks=self.chunks,
-            micro_batches=self.micro_batches,
-            layers=None if self.stage_layers is None else _numbers(self.stage_layers),
-            cache=not self.no_pipeline_cache,
-        )
 
 
 @app.command(
@@ -167,12 +129,3 @@ def _settings(recipe: Any, changes: dict[str, Any], name: str) -> Any:
 
     known = replace(recipe, steps=recipe.steps or 1, lr=recipe.lr or 1.0)
     return from_recipe(known, changes, f"preset {name!r}")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ConfigError(
-            f"--stage-layers {shown(text)} must be whole numbers with commas, such as 3,2,2,1"
-        ) from None

@@ -327,10 +327,12 @@ def splits_backward(model: Any) -> bool:
     compute them at once and fill their bubbles less.
 
     torch looks for the weights between a stage's inputs and its outputs, and finds none of them
-    where the inputs have no gradient, as after an embedding that is frozen.
+    where the inputs have no gradient, as after an embedding that is frozen. And it runs backward
+    through phase 1 of a group once for each site, the first of which frees what the others need.
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    return version >= SPLITS_BACKWARD and model.get_input_embeddings().weight.requires_grad
+    is_trained = model.get_input_embeddings().weight.requires_grad
+    return version >= SPLITS_BACKWARD and is_trained and model.plan.group_size is None
 
 
 def _refuse_misfits(model: Any, layout: PipelineLayout, group: Any) -> None:
