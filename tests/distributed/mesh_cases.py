@@ -56,7 +56,9 @@ def build(start):
     torch.manual_seed(0)
     if start.family == "llama":
         tied = {"tie_word_embeddings": True} if start.is_tied else {}
-        model = routed_model(start.method, layers=start.layers, **tied)
+        # far from the start attnres amplifies what fp32 rounds, in one process too
+        amount = 0.5 if start.dtype == torch.float64 else 0.1
+        model = routed_model(start.method, layers=start.layers, amount=amount, **tied)
     else:
         model = disturb_routing(dr.convert(family_model(start.family), start.method))
     if start.is_frozen:
@@ -134,9 +136,11 @@ def compared(case):
     worst, names = [0.0, ""], set()
     for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
         names |= set(gradients)
+        # rounding in fp32 is of the size of what is summed, so of the largest gradient there is
+        largest = max(gradient.abs().max() for gradient in wanted.values())
+        floor = 1e-6 if case.start.dtype == torch.float64 else largest
         for name, gradient in gradients.items():
             target = wanted[name if name in wanted else expected["embedding"]]
-            floor = 1e-6 if case.start.dtype == torch.float64 else SETTINGS.clip / 100
             far = (gradient - target).abs().max() / (target.abs().max() + floor)
             worst = max(worst, [far.item(), name])
     pipeline = trainer.model.pipeline

@@ -247,6 +247,24 @@ def test_a_device_map_with_little_memory_gives_the_same_tokens(tmp_path, method,
     assert torch.equal(mapped.generate(tokens(), attention_mask=mask, **options), expected)
 
 
+@pytest.mark.parametrize("routing", ["cpu", "disk"])
+@pytest.mark.parametrize("method", ["delta block", "attnres two-phase", "depth attention gate"])
+def test_a_map_of_single_layers_gives_the_same_tokens(tmp_path, method, routing):
+    model = routed_model(method)
+    model.save_pretrained(tmp_path / "model")
+    layers = {f"model.layers.{i}": ("cpu", "disk")[i % 2] for i in range(6)}
+    rest = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    mapped = dr.from_pretrained(
+        tmp_path / "model",
+        device_map=layers | rest | {"model.norm": "disk", "model.routing": routing},
+        offload_folder=tmp_path / "offload",
+    )
+    assert {p.device.type for p in mapped.model.layers[1].parameters()} == {"meta"}
+    assert torch.equal(logits(mapped), logits(model))
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens())}
+    assert torch.equal(mapped.generate(tokens(), **options), model.generate(tokens(), **options))
+
+
 def test_an_offloaded_model_is_traced_as_any_other():
     model = routed_model("delta block")
     expected = dr.trace(model, tokens())

@@ -1,4 +1,4 @@
-"""How the processes of a run share a model: a description that is checked before anything is loaded.
+"""How the processes of a run share a model: a description, checked before anything is loaded.
 
 Ranks are numbered through ``pp x dp x tp``, tensor parallel innermost, so that the ranks that talk
 most are neighbours. The ranks of one replica (``tp x pp`` of them) are given the same part of the
@@ -137,6 +137,12 @@ def tensor_plan(model: Any) -> dict[str, str]:
     return dict(getattr(model.config, "base_model_tp_plan", None) or {})
 
 
+def shares_heads(plan: dict[str, str]) -> bool:
+    """Whether with it a rank has some of the heads only."""
+    names = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    return any(names.get(name) == "colwise" for name in ("k_proj", "query_key_value", "qkv_proj"))
+
+
 def refuse_tensor_misfits(model: Any, tp: int) -> None:
     config, kind = model.config, model.architecture.model_type
     if not tensor_plan(model):
@@ -144,13 +150,14 @@ def refuse_tensor_misfits(model: Any, tp: int) -> None:
             f"{kind} has no plan of tensor parallel in transformers, so --tp {tp} cannot be; use "
             "--pp or --parallel fsdp"
         )
-    heads = config.num_attention_heads
     sizes = {
-        "attention heads": heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
         "intermediate size": getattr(config, "intermediate_size", None),
         "expert intermediate size": getattr(config, "moe_intermediate_size", None),
     }
+    if shares_heads(tensor_plan(model)):
+        heads = config.num_attention_heads
+        others = getattr(config, "num_key_value_heads", None) or heads
+        sizes = {"attention heads": heads, "key-value heads": others} | sizes
     sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
     common = reduce(gcd, sizes.values())
     if common % tp:

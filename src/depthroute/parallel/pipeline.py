@@ -291,17 +291,18 @@ class Pipeline:
 
     def _add_up(self, twins: list[nn.Parameter], earlier: list[Tensor | None]) -> None:
         """Each copy gets the sum of both gradients, beside what ``earlier`` steps gave it."""
-        for weight in twins:
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        gradients = [local(weight.grad) for weight in twins]
+        if not twins:
+            return
+        gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in twins]
+        shares = [local(gradient) for gradient in gradients]
         if len(twins) == 1:
             ends = {self.layout.stages[0].rank, self.layout.stages[-1].rank}
             (other,) = ends - {self.rank}
-            gradients.append(self._exchanged(gradients[0], other))
-        total = gradients[0] + gradients[1] if gradients else None
-        for weight, before in zip(twins, earlier, strict=True):
-            local(weight.grad).copy_(total)
-            weight.grad = weight.grad if before is None else before + weight.grad
+            shares.append(self._exchanged(shares[0], other))
+        total = shares[0] + shares[1]
+        for weight, gradient, before in zip(twins, gradients, earlier, strict=True):
+            local(gradient).copy_(total)
+            weight.grad = gradient if before is None else before + gradient
 
     def _exchanged(self, tensor: Tensor, other: int) -> Tensor:
         """The tensor that rank ``other`` gives for this one."""

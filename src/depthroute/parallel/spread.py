@@ -167,6 +167,6 @@ class Spread(nn.Module):
         for part in self.parts:
             yield from part.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_modules(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *arguments: Any, **options: Any) -> Any:
         for part in self.parts:
             yield from part.named_modules(*arguments, **options)

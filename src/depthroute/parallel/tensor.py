@@ -1,11 +1,10 @@
 """Tensor parallel: the matrices of every sublayer are shared by the ranks of a mesh.
 
 Which, and along which dimension, is transformers' plan of the family. What a sublayer reads and
-writes, and so all of the residual stream and its routing, is whole on every rank: a site's
-softmax is over depth, not over width, and what it costs is small beside the matrices (docs/meshes.md
-has the figures). So the routing's gradients need nothing, except those of gates inside an attention
-whose heads are shared; they, norms of single heads and the head are *partial*: the ranks' gradients
-have to be summed, once a step (:meth:`Spread.finish_gradients`).
+writes, and so all of the residual stream and its routing, is whole on every rank (docs/meshes.md
+says why). So the routing's gradients need nothing, except those of gates inside an attention whose
+heads are shared. These, norms of single heads and the head are *partial*: the ranks' gradients have
+to be summed, once a step (:meth:`Spread.finish_gradients`).
 
 Embedding and head are whole on every rank and stay tied where they are. The loss is shared by
 tokens: each rank takes its part of them through the whole head, in chunks as ever.
@@ -34,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from depthroute.errors import ConfigError
 from depthroute.models.adoption import adopted, routed_class
-from depthroute.parallel.mesh import tensor_plan
+from depthroute.parallel.mesh import shares_heads, tensor_plan
 
 
 class Style(NamedTuple):
@@ -206,12 +205,6 @@ def _distribute(module: Any, name: str, place: Any, mesh: DeviceMesh) -> None:
     # every rank has the same weights, so none has to be told its part
     part = distribute_tensor(whole.detach(), mesh, [place], src_data_rank=None)
     module._parameters[name] = nn.Parameter(part, whole.requires_grad)
-
-
-def shares_heads(plan: dict[str, str]) -> bool:
-    """Whether a rank has some of the heads only."""
-    names = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    return any(names.get(name) == "colwise" for name in ("k_proj", "query_key_value", "qkv_proj"))
 
 
 def _partial_gates(model: Any, plan: dict[str, str], prefix: str) -> set[str]:

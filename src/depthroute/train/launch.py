@@ -80,7 +80,7 @@ class Request(TextSource):
     resume: bool = False
     seed: int = 0
     device: str = "auto"
-    layout: MeshLayout = MeshLayout()
+    layout: MeshLayout = field(default_factory=MeshLayout)
     changes: dict[str, Any] = field(default_factory=dict)
     """Training settings."""
     tensorboard: bool = False

@@ -19,8 +19,8 @@ from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import compile_regions
 from depthroute.ops import compile_options
-from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.spread import Spread
+from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import (
     casts_itself,
     global_norm_clipped,
