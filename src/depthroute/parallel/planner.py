@@ -27,6 +27,16 @@ WEIGHT, GRADIENT, MOMENTS, COPY = 4, 4, 8, 2
 """Bytes a parameter: fp32, its gradient, the two moments of Adam; and a copy in bf16."""
 
 
+NOTES = (
+    "activations: what the model's own forward keeps, uncompiled, attention and experts as "
+    "kernels, the loss in chunks; not what an operation needs while it runs, nor what is computed "
+    "again, nor gradients on their way",
+    "bubble: how long ranks wait if a layer takes 1 forward and 2 backward, and embedding, head "
+    "and sending nothing",
+)
+"""What the numbers are, where that is not plain."""
+
+
 class Crossing(NamedTuple):
     """A hop of one micro-batch in one direction, from a rank to its peer; nothing if that is the
     rank itself."""
@@ -74,7 +84,6 @@ class Forecast:
     """The most that each rank's cache holds at once: among the buffers if they were received, and
     among the activations if they were made here."""
     bubble: float
-    notes: tuple[str, ...]
 
     @property
     def total(self) -> Crossing:
@@ -121,7 +130,7 @@ class Forecast:
             "all_hops": self.total._asdict(),
             "ranks": memory,
             "bubble": self.bubble,
-            "notes": list(self.notes),
+            "notes": list(NOTES),
         }
 
     def __str__(self) -> str:
@@ -131,7 +140,7 @@ class Forecast:
         start += f"tp {mesh.tp}; micro-batches of {self.rows} x {self.length:,} tokens"
         waits = f"bubble {100 * self.bubble:.1f}%"
         lines = [start, *self._stage_lines(), "", *aligned(self._memory_columns()), "", waits]
-        return "\n".join([*lines, *(f"- {note}" for note in self.notes)])
+        return "\n".join([*lines, *(f"- {note}" for note in NOTES)])
 
     def _stage_lines(self) -> list[str]:
         layout, total = self.layout, self.total
@@ -179,7 +188,6 @@ def forecast(
     )
     rows = batch_size // (mesh.size // mesh.tp // mesh.pp * accumulation * layout.micro_batches)
     is_split = splits_backward(model)
-    notes = _notes(model, precision)
     if mesh.tp > 1:
         tracing.take_a_part(model, mesh.tp)
     counts = num_parameters(model, layout)
@@ -211,7 +219,6 @@ def forecast(
         tuple(timeline.most_cached(layout, o, dict.fromkeys(sizes, 1)) for o in orders),
         tuple(timeline.most_cached(layout, o, sizes) for o in orders),
         timeline.bubble(timeline.timeline(layout, splits_backward=is_split)),
-        notes,
     )
 
 
@@ -236,23 +243,6 @@ def _crossing(hop: Hop, sizes: dict[str, int]) -> Crossing:
         return Crossing(0, 0, 0, 0)
     sent, held = (sum(sizes[name] for name in names) for names in (hop.sent, hop.held))
     return Crossing(len(hop.sent), sent, len(hop.held), held)
-
-
-def _notes(model: Any, precision: str) -> tuple[str, ...]:
-    """What the numbers are, where that is not plain."""
-    notes = [
-        "activations: what the model's own forward keeps, uncompiled, attention and experts as "
-        "kernels, the loss in chunks; not what an operation needs while it runs, nor what is "
-        "computed again, nor gradients on their way",
-        "bubble: how long ranks wait if a layer takes 1 forward and 2 backward, and embedding, "
-        "head and sending nothing",
-    ]
-    if model.architecture.linear_attentions:
-        notes.append(
-            "linear attention is counted as transformers' own code has it, which keeps many times "
-            "what a kernel does"
-        )
-    return tuple(notes)
 
 
 def _size(count: float) -> str:

@@ -56,7 +56,7 @@ def traced(model: Any, layout: PipelineLayout, rows: int, length: int, tp: int =
         module = StageModule(model, layout, stage, caches[stage.rank], loss)
         arguments = {"attention_mask": mask} | ({} if stage.after else {"targets": ids})
         seen.kept = []
-        with seen:
+        with numberless.linear_attention(model), seen:
             handed = module(*given, **arguments)
         kept = sum(size for reference, size in seen.kept if not reference.expired())
         names, tensors = ((), ()) if stage.after is None else (stage.after.sent, handed)
