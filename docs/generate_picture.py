@@ -59,7 +59,7 @@ def picture(which: PipelineLayout) -> str:
     notes = [
         "Boxes are stages, numbered in the order they run: forward (blue), backward (orange, twice "
         "as long).",
-        "Strong colours: the first of 4 micro-batches, whose tensors are followed; all do the same.",
+        "Strong colours: the first of 4 micro-batches, which is followed here; all do the same.",
         *legend,
         "Green: not sent, but taken from the rank's cache; backward their gradients are deposited "
         "there and collected.",

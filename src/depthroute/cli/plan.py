@@ -49,11 +49,7 @@ def plan(
     if base is not None and (shape or preset != "tiny"):
         raise ConfigError("--base brings its own shape; leave out --preset and --model")
     chosen = routing.chosen(None if base is None else "delta")
-    from transformers.utils import logging
-
     from depthroute.parallel.planner import forecast, refuse_too_large
-
-    logging.set_verbosity_error()  # which kernels are missing here is of no interest
 
     name, recipe, build = _of_base(base, chosen) if base else _of_preset(preset, shape, chosen)
     values = _settings(recipe, changes, name)
