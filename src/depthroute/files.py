@@ -154,8 +154,12 @@ def sync(folder: Path) -> None:
         if item.is_dir():
             sync_folder(item)
         elif item.is_file():
-            with item.open("rb") as handle:
-                os.fsync(handle.fileno())
+            sync_file(item)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as handle:
+        os.fsync(handle.fileno())
 
 
 def sync_folder(folder: Path) -> None:

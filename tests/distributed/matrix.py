@@ -22,7 +22,15 @@ import torch
 from torch import distributed
 
 import depthroute as dr
-from tests.distributed.mesh_cases import Case, Start, compared, faults
+from tests.distributed.mesh_cases import (
+    ACCUMULATED,
+    RECOMPUTED,
+    Case,
+    Start,
+    budget,
+    compared,
+    faults,
+)
 from tests.distributed.ranks import start_ranks, wait
 
 METHODS = (
@@ -56,10 +64,10 @@ SITUATIONS = {
     "tied": Case(Start(is_tied=True)),
     "frozen": Case(Start("attnres full", is_frozen=True)),
     "frozen and tied": Case(Start(is_frozen=True, is_tied=True)),
-    "accumulated": Case(settings=(("accumulation", 2),)),
-    "accumulated, tied": Case(Start(is_tied=True), settings=(("accumulation", 2),)),
+    "accumulated": Case(settings=ACCUMULATED),
+    "accumulated, tied": Case(Start(is_tied=True), settings=ACCUMULATED),
     "recomputed": Case(
-        Start("attnres two-phase", settings=(("gradient_checkpointing", True),)),
+        Start("attnres two-phase", settings=RECOMPUTED),
     ),
     "documents": Case(Start("depth attention gate", is_masked=True)),
     "whole logits": Case(Start(settings=(("loss_chunk", 0),), dtype=torch.float32)),
@@ -108,12 +116,13 @@ def cases(ranks):
             found[f"{name}, fsdp"] = Case(Start("attnres block"), layout)
             found[f"{name}, fsdp, tied"] = Case(Start(is_tied=True), layout)
             found[f"{name}, fsdp, frozen"] = Case(Start(is_frozen=True), layout)
-            accumulated = (("accumulation", 2),)
-            found[f"{name}, fsdp, accumulated"] = Case(Start(), layout, accumulated)
-            found[f"{name}, ddp, accumulated"] = Case(Start(), LAYOUTS[4][name], accumulated)
+            found[f"{name}, fsdp, accumulated"] = Case(Start(), layout, ACCUMULATED)
+            found[f"{name}, ddp, accumulated"] = Case(Start(), LAYOUTS[4][name], ACCUMULATED)
         for schedule in ("interleaved", "zero-bubble", "zbv"):
             layout = {"dp": 2, "pp": 2} | FSDP | SCHEDULES[schedule]
             found[f"dp2 x pp2, fsdp, {schedule}"] = Case(Start("depth attention gate"), layout)
+        start = Start(dr.RoutingConfig("delta"), family="mixtral", dtype=torch.float32)
+        found["dp2 x tp2, fsdp, mixtral"] = Case(start, LAYOUTS[4]["dp2 x tp2"] | FSDP)
         for family in ("starcoder2", "gemma3_text", "gpt_neox"):
             start = Start(dr.RoutingConfig("delta"), family=family, dtype=torch.float32)
             found[f"tp2 x pp2, {family}"] = Case(start, {"tp": 2, "pp": 2})
@@ -123,13 +132,9 @@ def cases(ranks):
         layout = {"dp": 2, "tp": 2, "pp": 2}
         found["dp2 x tp2 x pp2, fsdp"] = Case(Start("depth attention gate"), layout | FSDP)
         found["dp2 x tp2 x pp2, zbv"] = Case(
-            Start(is_tied=True), layout | SCHEDULES["zbv"], (("accumulation", 2),)
+            Start(is_tied=True), layout | SCHEDULES["zbv"], ACCUMULATED
         )
     return found
-
-
-def budget(case):
-    return 1e-9 if case.start.dtype == torch.float64 else 1e-5
 
 
 def rank_main(folder, only, dtype):

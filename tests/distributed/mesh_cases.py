@@ -48,6 +48,39 @@ class Case:
     """In which the ranks differ from one process, such as accumulation."""
 
 
+ACCUMULATED = (("accumulation", 2),)
+RECOMPUTED = (("gradient_checkpointing", True),)
+SMALL = {
+    2: {
+        "tp2, depth attention": Case(
+            Start("depth attention gate", layers=4, is_tied=True), {"tp": 2}, ACCUMULATED
+        ),
+        "tp2, norms of heads": Case(
+            Start(dr.RoutingConfig("delta"), "qwen3", dtype=torch.float32), {"tp": 2}
+        ),
+        "tp2, experts": Case(
+            Start(dr.RoutingConfig("delta"), "mixtral", dtype=torch.float32), {"tp": 2}
+        ),
+        "tp2, frozen and recomputed": Case(
+            Start("attnres block", layers=4, is_frozen=True, settings=RECOMPUTED), {"tp": 2}
+        ),
+        "pp2, documents": Case(
+            Start(layers=4, is_tied=True, is_masked=True), {"pp": 2, "chunks": 2}, ACCUMULATED
+        ),
+    },
+    4: {
+        "tp2 x pp2": Case(Start("attnres block", layers=4), {"tp": 2, "pp": 2, "chunks": 2}),
+        "dp2 x pp2, fsdp": Case(
+            Start(layers=4, is_tied=True), {"dp": 2, "pp": 2, "mode": "fsdp"}, ACCUMULATED
+        ),
+        "dp2 x tp2, fsdp": Case(
+            Start("depth attention gate", layers=4), {"dp": 2, "tp": 2, "mode": "fsdp"}
+        ),
+    },
+}
+"""Of the whole matrix, what runs with every test; see tests/distributed/matrix.py."""
+
+
 def settings_of(*changes):
     return replace(SETTINGS, **dict(pair for change in changes for pair in change))
 
@@ -118,21 +151,21 @@ def alone(start):
     return trained(trainer, start) | {"embedding": embedding}
 
 
-def together(case):
+def spread_trainer(case):
     rank, size = distributed.get_rank(), distributed.get_world_size()
     layout = MeshLayout(**case.layout).over(size)
     world = World(rank, size, torch.device("cpu"), layout.part(rank))
     settings = settings_of(case.start.settings, case.settings)
     model = build(case.start)
     layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
-    trainer = Trainer(Spread(model, layout, world), settings, world)
-    return trained(trainer, case.start, world.part), trainer
+    return Trainer(Spread(model, layout, world), settings, world)
 
 
 def compared(case):
     """How far from one process anything is: JSON-ready, of this rank."""
     expected = alone(case.start)
-    found, trainer = together(case)
+    trainer = spread_trainer(case)
+    found = trained(trainer, case.start, trainer.world.part)
     worst, names = [0.0, ""], set()
     for wanted, gradients in zip(expected["gradients"], found["gradients"], strict=True):
         names |= set(gradients)
@@ -153,6 +186,10 @@ def compared(case):
         "expected names": sorted(expected["gradients"][0]),
         "left": 0 if pipeline is None else len(pipeline.cache),
     }
+
+
+def budget(case):
+    return 1e-9 if case.start.dtype == torch.float64 else 1e-5
 
 
 def faults(ranks, budget):

@@ -18,6 +18,7 @@ import depthroute as dr
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.layout import PipelineLayout
 from depthroute.parallel.pipeline import Pipeline
+from tests.distributed import mesh_cases
 from tests.families import family_model
 from tests.support import METHODS, disturb_routing, routed_model, tokens
 
@@ -292,6 +293,8 @@ def main(folder):
             found["saved"] = saved(folder / "saved")
         else:
             found["two pipelines"] = two_pipelines()
+        for name, case in mesh_cases.SMALL[ranks].items():
+            found[name] = mesh_cases.compared(case)
     except Exception:
         print(list(found), traceback.format_exc(), flush=True)
         os._exit(1)  # the others may be waiting for this rank for ever

@@ -56,8 +56,8 @@ def test_the_exported_model_is_whole_and_the_trained_one(seen, mode):
     run = seen[0][mode]["interrupted"]
     assert run["exported_difference"] == 0.0
     assert run["exported_tensors"] == seen[0]["ddp"]["interrupted"]["exported_tensors"]
-    kinds = {"ddp": "model.safetensors", "fsdp": "sharded"}
-    assert kinds[mode] in run["checkpoint"]
+    files = [f"rank_{rank:05d}.safetensors" for rank in range(RANKS)]
+    assert run["checkpoint"] == [*files, "state.json"]
 
 
 @pytest.mark.parametrize("mode", MODES)

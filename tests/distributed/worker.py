@@ -131,7 +131,7 @@ def interrupted(world, mode, folder):
     again = fit("cut")
     resumed = again.resume()
     again()
-    export(again.trainer, folder / "model")
+    export(again.trainer, folder / "model", checkpoint=again.checkpoints.path(6))
     world.barrier()
     inputs = words().batch(0, 0).inputs
     with torch.no_grad():
@@ -147,7 +147,7 @@ def interrupted(world, mode, folder):
         },
         "exported_difference": (logits - expected).abs().max().item(),
         "exported_tensors": sorted(load_file(folder / "model" / "model.safetensors")),
-        "checkpoint": sorted(p.name for p in (again.checkpoints.path(6) / "0").iterdir()),
+        "checkpoint": sorted(p.name for p in again.checkpoints.path(6).iterdir()),
     }
 
 
@@ -171,11 +171,13 @@ def full_disk(world, mode, folder):
     one = trainer(dr.RoutingConfig("delta"), {}, world, mode)
     checkpoints = Checkpoints(folder / "checkpoints", world=world)
     checkpoints.save({"one": one}, {"step": 0})
+    checkpoints.wait()
     one.take_step(words().batch(0, 0, world.rank, world.size))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
         checkpoints.save({"one": one}, {"step": 1})
+        checkpoints.wait()
         message = None
     except DepthrouteError as error:
         message = str(error)

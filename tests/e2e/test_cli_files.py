@@ -10,6 +10,7 @@ import time
 
 import pytest
 from tests.checkpoints import TEXT, save
+from tests.formats import as_format_1
 from tests.runs import write_run
 
 from depthroute import cli
@@ -96,19 +97,6 @@ def test_a_run_that_was_begun_under_another_name_goes_on_under_it(tmp_path, dept
     status, _, error = depthroute(*command, "--resume", "auto")
     assert status == 0, error
     assert {r["method"] for r in run.records() if "method" in r} == {"x0_skip"}
-
-
-def as_format_1(folder):
-    """The run's model beside its state, which names no method and has no checksums."""
-    for file in (folder / "0").iterdir():
-        file.rename(folder / file.name)
-    state = json.loads((folder / "state.json").read_text())
-    (saved,) = state.pop("methods").values()
-    state |= {"format": 1, "recent_losses": saved["recent_losses"]}
-    for name in ("files", "sha256", "round", "memory", "lines"):
-        del state[name]
-    (folder / "0").rmdir()
-    (folder / "state.json").write_text(json.dumps(state))
 
 
 def test_a_run_is_written_where_its_link_leads(tmp_path, depthroute, train):

@@ -1,6 +1,5 @@
 """A comparison whose files were lost, damaged or never written."""
 
-import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -8,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.formats import TENSORS, as_format_3, sealed
 
 from depthroute import diagnostics, presets
 from depthroute.config import parse_methods
@@ -124,30 +124,22 @@ def test_seeds_in_any_order_keep_their_traces(tmp_path):
 def test_the_newest_good_checkpoint_is_used_and_a_line_says_which_is_not(tmp_path, killed, whole):
     run = copy(killed, tmp_path / "run")
     _, newest = sorted((run.path / "checkpoints").iterdir())
-    (newest / "1" / "optimizer.safetensors").unlink()
+    (newest / TENSORS).unlink()
     (run.path / "checkpoints" / "step_notes").mkdir()  # somebody's own
     notes, taken = [], []
     compare(run, is_resumed=True, note=notes.append, on_step=taken.append)
     assert len(notes) == 1
-    assert newest.name in notes[0] and "1/optimizer.safetensors cannot be read" in notes[0]
+    assert newest.name in notes[0] and f"{TENSORS} cannot be read" in notes[0]
     assert min(p.result.step for p in taken) == 3
     assert timeless(run) == timeless(whole[0])
     assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["step_notes"]
 
 
-def resealed(folder, change):
-    """A checkpoint whose state was changed, and fits its checksum again."""
-    state = change(json.loads((folder / "state.json").read_text()))
-    state.pop("sha256")
-    own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-    (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
-    return state
-
-
 def as_format_2(folder):
     """A comparison's checkpoint was named by the lines before it and counted no steps."""
     new = ("step", "data", "data_position", "validation_loss", "best", "ranks")
-    state = resealed(folder, lambda s: {k: v for k, v in s.items() if k not in new} | {"format": 2})
+    state = {k: v for k, v in as_format_3(folder).items() if k not in new}
+    sealed(folder, state | {"format": 2})
     return folder.rename(folder.with_name(f"at_{state['lines']:09d}"))
 
 
@@ -173,10 +165,8 @@ def test_a_run_keeps_the_names_of_methods_that_it_was_begun_with(tmp_path, kille
     run.metrics.write_text(run.metrics.read_text().replace('"delta"', '"earlier"'))
     names = {"standard": "standard", "delta": "earlier"}
     for folder in (run.path / "checkpoints").iterdir():
-        resealed(
-            folder,
-            lambda s: s | {"methods": {names[k]: v for k, v in s["methods"].items()}},
-        )
+        state = json.loads((folder / "state.json").read_text())
+        sealed(folder, state | {"methods": {names[k]: v for k, v in state["methods"].items()}})
     summary = compare(run, is_resumed=True)
     assert [row["method"] for row in summary["rows"]] == ["standard", "earlier"]
     theirs = [r | {"method": r.get("method")} for r in timeless(run)]
@@ -196,11 +186,11 @@ def test_a_run_from_before_a_setting_was_there_goes_on(tmp_path, killed, whole):
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):
     run = copy(killed, tmp_path / "run")
     for path in (run.path / "checkpoints").iterdir():
-        data = bytearray((path / "0" / "model.safetensors").read_bytes())
+        data = bytearray((path / TENSORS).read_bytes())
         data[-1] ^= 1
-        (path / "0" / "model.safetensors").write_bytes(data)
+        (path / TENSORS).write_bytes(data)
     before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
-    with pytest.raises(CheckpointError, match=r"no checkpoint of the run is good.*0/model"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of the run is good.*rank_0"):
         compare(run, is_resumed=True)
     assert {p: p.read_bytes() for p in before} == before
 

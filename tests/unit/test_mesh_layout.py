@@ -4,13 +4,16 @@ import re
 
 import pytest
 import torch
+from tests.families import family_config
+from tests.support import llama_config
 
 import depthroute as dr
 from depthroute.cli.options import MeshOptions
 from depthroute.errors import ConfigError
 from depthroute.parallel.mesh import MeshLayout
-from tests.families import family_config
-from tests.support import llama_config
+from depthroute.parallel.world import SINGLE
+from depthroute.train import launch
+from depthroute.train.settings import TrainSettings
 
 
 def meta_model(layers=8, family="llama", **settings):
@@ -95,3 +98,10 @@ def test_options_of_the_command_make_the_layout():
     )
     with pytest.raises(ConfigError, match=re.escape("'3,x' is no list of numbers")):
         MeshOptions(pp=2, stage_layers="3,x").layout()
+
+
+def test_a_mesh_of_one_is_no_mesh_and_costs_nothing():
+    model, settings = meta_model(), TrainSettings(steps=1, batch_size=1, sequence_length=8, lr=1.0)
+    layout = MeshLayout(dp=1, tp=1, pp=1).over(1)
+    assert layout.is_plain
+    assert launch._placed(model, layout, SINGLE, settings) is model

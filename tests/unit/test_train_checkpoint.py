@@ -1,6 +1,5 @@
 """A run that is cut anywhere goes on as if it had not been."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.formats import TENSORS, as_format_1, as_format_2, as_format_3
 from tests.training import SETTINGS, build, words
 
 import depthroute as dr
@@ -35,7 +35,9 @@ def fit(path, settings=LONG, method="delta", **options):
 
 
 def save(checkpoints, trainer, loss=None):
-    return checkpoints.save({"delta": trainer}, {"step": trainer.completed}, loss)
+    path = checkpoints.save({"delta": trainer}, {"step": trainer.completed}, loss)
+    checkpoints.wait()
+    return path
 
 
 def load(checkpoints, trainer, step):
@@ -127,7 +129,7 @@ def test_state_names_format_step_data_position_and_random_state(tmp_path):
     run()
     assert steps(run.checkpoints) == [5, 10, 15, 20]
     state = json.loads((run.checkpoints.path(10) / "state.json").read_text())
-    assert (state["format"], state["step"], state["seed"]) == (3, 10, 0)
+    assert (state["format"], state["step"], state["seed"]) == (4, 10, 0)
     assert state["data_position"] == {"epoch": 0, "sequence": 40}
     assert len(state["random"]) == 1
     assert run.data.position(100) == {"epoch": 1, "sequence": 400 - run.data.num_sequences}
@@ -228,11 +230,11 @@ def test_a_damaged_or_foreign_checkpoint_is_named(tmp_path):
     path = save(checkpoints, trainer)
     with pytest.raises(CheckpointError, match=r"cannot resume .* of another model"):
         load(checkpoints, Trainer(build("standard"), LONG), 0)
-    (path / "0" / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(CheckpointError, match=r"00000 is damaged: 0/model.safetensors does"):
+    (path / TENSORS).write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"00000 is damaged: rank_00000.safetensors does"):
         load(checkpoints, trainer, 0)
     (path / "state.json").write_text('{"format": 7, "depthroute": "9.0"}')
-    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1 to 3.*9\.0"):
+    with pytest.raises(CheckpointError, match=r"format 7; this version reads 1 to 4.*9\.0"):
         load(checkpoints, trainer, 0)
 
 
@@ -329,11 +331,10 @@ def change_the_step(file):
 
 
 DAMAGES = {
-    "a flipped bit in the weights": ("0/model.safetensors", flip_a_bit),
-    "a flipped bit in the optimiser": ("0/optimizer.safetensors", flip_a_bit),
-    "a lost tensor": ("0/optimizer.safetensors", drop_a_moment),
-    "a cut file": ("0/model.safetensors", cut),
-    "a lost file": ("0/optimizer.safetensors", Path.unlink),
+    "a flipped bit": (TENSORS, flip_a_bit),
+    "a lost tensor": (TENSORS, drop_a_moment),
+    "a cut file": (TENSORS, cut),
+    "a lost file": (TENSORS, Path.unlink),
     "another state": ("state.json", change_the_step),
     "a cut state": ("state.json", cut),
     "no state": ("state.json", Path.unlink),
@@ -378,51 +379,39 @@ def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, ten_steps):
     path = tmp_path / "run"
     copy(ten_steps, path)
     for step in (5, 10):
-        flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / "0" / "model.safetensors")
+        flip_a_bit(path / "checkpoints" / f"step_{step:08d}" / TENSORS)
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
     with pytest.raises(CheckpointError, match=r"no checkpoint .* is good.*00010 .*checksum.*00005"):
         fit(path, TEN).resume()
     assert {p: p.read_bytes() for p in before} == before
 
 
-def as_format_2(folder):
-    """A run of one model had its files beside state.json, and no methods."""
-    for file in (folder / "0").iterdir():
-        file.rename(folder / file.name)
-    (folder / "0").rmdir()
-    state = json.loads((folder / "state.json").read_text())
-    (method,) = state.pop("methods").values()
-    for name in ("round", "memory", "sha256"):
-        del state[name]
-    state |= {"format": 2, "recent_losses": method["recent_losses"]}
-    state["files"] = {Path(name).name: value for name, value in state["files"].items()}
-    own = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-    (folder / "state.json").write_text(json.dumps(state | {"sha256": own}))
-    return state
-
-
-def as_format_1(folder):
-    """No checksums, and no count of lines."""
-    state = as_format_2(folder)
-    for name in ("files", "lines"):
-        del state[name]
-    (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
-
-
-def test_a_run_of_the_format_before_goes_on_bit_for_bit(tmp_path, ten_steps):
+@pytest.mark.parametrize("as_before", [as_format_2, as_format_3])
+def test_a_run_of_a_format_before_goes_on_bit_for_bit(tmp_path, ten_steps, as_before):
     path = tmp_path / "run"
     copy(ten_steps, path)
     shutil.rmtree(path / "checkpoints" / "step_00000010")
-    as_format_2(path / "checkpoints" / "step_00000005")
+    as_before(path / "checkpoints" / "step_00000005")
     again = fit(path, TEN)
     assert again.resume(pytest.fail) == 5
     again()
     assert losses(again.directory) == losses(ten_steps.directory)
     expected = parameters(ten_steps.trainer)
     assert all(torch.equal(p, expected[n]) for n, p in parameters(again.trainer).items())
-    flip_a_bit(path / "checkpoints" / "step_00000005" / "model.safetensors")
+    (file,) = (path / "checkpoints" / "step_00000005").rglob("model.safetensors")
+    flip_a_bit(file)
     shutil.rmtree(path / "checkpoints" / "step_00000010")
-    with pytest.raises(CheckpointError, match=r"00005 is damaged: model.safetensors does not"):
+    with pytest.raises(CheckpointError, match=r"00005 is damaged: .*model.safetensors does not"):
+        fit(path, TEN).resume()
+
+
+def test_shards_of_an_earlier_version_are_refused_in_one_line(tmp_path, ten_steps):
+    path = tmp_path / "run"
+    copy(ten_steps, path)
+    folder = path / "checkpoints" / "step_00000010"
+    as_format_3(folder)
+    (folder / "0" / "sharded").mkdir()
+    with pytest.raises(CheckpointError, match=r"00010 holds the shards .* --parallel fsdp.*--out$"):
         fit(path, TEN).resume()
 
 

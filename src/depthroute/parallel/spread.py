@@ -60,6 +60,8 @@ class Spread(nn.Module):
             roots = self.pipeline.stages
             parts = [stage.model for stage in roots]
         if layout.mode == "fsdp":
+            if self.pipeline is not None:  # FSDP2 reduces gradients with the backward of its inputs
+                self.pipeline.splits_backward = False
             for root, part in zip(roots, parts, strict=True):
                 shard(root, part, self.mesh["dp"], precision)
         self.parts = nn.ModuleList(parts)
@@ -138,7 +140,7 @@ class Spread(nn.Module):
 
     def _copies(self, parameter: nn.Parameter) -> int:
         """Ranks that have the same numbers of it; 0 for a second copy of an embedding."""
-        if self.pipeline is not None and parameter is self.pipeline.twin:
+        if parameter is self.twin:
             return 0
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):
@@ -148,16 +150,10 @@ class Spread(nn.Module):
         sizes = {"dp": self.layout.dp or 1, "tp": self.layout.tp}
         return math.prod(size for axis, size in sizes.items() if axis not in sharded)
 
-    def twins(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """An embedding and its copy in the head, where both are on this rank."""
-        twins = [] if self.pipeline is None else self.pipeline.twins()
-        return [(twins[0], twins[1])] if len(twins) == 2 else []
-
-    def by_whole_name(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """A copy of the embedding under its name there, where it is not here itself."""
-        twin = None if self.pipeline is None else self.pipeline.twin
-        others = {name: p for name, p in named.items() if p is not twin}
-        return others if twin is None else {self.embedding: twin} | others
+    @property
+    def twin(self) -> nn.Parameter | None:
+        """The head's weight, where it is here as a copy of the embedding's."""
+        return None if self.pipeline is None else self.pipeline.twin
 
     # By the names of the whole model, as if the parts were one module.
 

@@ -14,7 +14,13 @@ from torch import distributed
 from depthroute.errors import ConfigError, DepthrouteError
 
 T = TypeVar("T")
+GONE = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe")
+"""What gloo's plain RuntimeErrors say of another rank (torch 2.11 to 2.13)."""
 CPU = torch.device("cpu")
+
+
+class LostRankError(DepthrouteError):
+    """Another process of the run has ended or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,27 @@ def joined(
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank = distributed.get_rank()
     try:
-        rank = distributed.get_rank()
         yield World(rank, size, device, None if part is None else part(rank))
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
+    except RuntimeError as error:
+        if not _tells_of_a_loss(error):
+            raise
+        raise LostRankError(
+            f"rank {rank} of {size} ends because another one has ended or does not answer "
+            f"({_first_words(error)}); what that one said is above, if it was not killed. Go on "
+            "from the last checkpoint with --resume auto"
+        ) from error
     finally:
         distributed.destroy_process_group()
+
+
+def _tells_of_a_loss(error: RuntimeError) -> bool:
+    return isinstance(error, distributed.DistError) or any(word in str(error) for word in GONE)
+
+
+def _first_words(error: RuntimeError) -> str:
+    """Without the place in torch's source, and the advice and the stack that may follow."""
+    line = (str(error).splitlines() or [type(error).__name__])[0]
+    return line.partition(". ")[0].rpartition("] ")[2][:100] or line[:100]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -40,6 +40,23 @@ def parts_of(model: Any) -> list[Any]:
     """The routed models that this rank has: the whole of one, or its stages."""
     inner = unwrapped(model)
     return list(inner.parts) if isinstance(inner, Spread) else [inner]
+
+
+def named_tensors(model: Any) -> list[tuple[str, Tensor]]:
+    """Parameters and the buffers that are kept, of this rank, by their names in the whole model.
+
+    Each is whole or a DTensor, which knows its place in the whole; where several ranks have the
+    same one they have the same numbers. An embedding and the head that is a copy of it have one
+    name, and may both be here.
+    """
+    inner, tensors = unwrapped(model), []
+    twin = inner.twin if isinstance(inner, Spread) else None
+    for part in parts_of(model):
+        kept = part.state_dict(keep_vars=True)
+        buffers = [(name, b) for name, b in part.named_buffers() if name in kept]
+        for name, tensor in [*part.named_parameters(), *buffers]:
+            tensors.append((inner.embedding if tensor is twin else name, tensor))
+    return tensors
 
 
 def is_sharded(model: Any) -> bool:

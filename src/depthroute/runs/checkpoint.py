@@ -1,15 +1,16 @@
 """Checkpoints of a run: written whole or not at all, the newest few and the best kept.
 
-    checkpoints/step_00001000/state.json, 0/model.safetensors, 0/optimizer.safetensors, 1/...
+    checkpoints/step_00001000/state.json, rank_00000.safetensors, rank_00001.safetensors, ...
     checkpoints/best             a link to the one with the lowest validation loss
 
-The name counts the steps that all methods and seeds have taken; every method that is trained has a
-folder, by its place in ``state.json``. A model sharded by FSDP2 is written by every rank through
-``torch.distributed.checkpoint`` into ``0/sharded/`` instead, and can be read back by another number
-of ranks.
+The name counts the steps that all methods and seeds have taken. Tensors have the names of the whole
+model after the number of their method, ``0/model.norm.weight`` and ``0/model.norm.weight/exp_avg``,
+so any layout goes on from what any other has written (:mod:`depthroute.parallel.stored`). They are
+copied when a checkpoint is due and written while training goes on.
 
-Formats 1 and 2 had the files of a run of one model beside ``state.json``, and a comparison counted
-lines in the name (``at_000001200``). Both are read.
+Formats 1 to 3 had whole tensors, and each method's in a folder of its own or, of one model, beside
+``state.json``; a comparison counted lines in the name (``at_000001200``). They are read, but for
+what FSDP2 wrote then.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from depthroute import files
 from depthroute.errors import CheckpointError
-from depthroute.parallel.sharded import load_sharded, save_sharded
+from depthroute.parallel import stored
 from depthroute.parallel.world import SINGLE, World
-from depthroute.parallel.wrap import is_sharded
-from depthroute.runs.seal import DamagedError, damage, digests, read_state, seal
+from depthroute.runs.seal import DamagedError, damage, read_state, seal
 
 FAILURES = (OSError, SafetensorError, CheckpointException)
 UNREADABLE = (*FAILURES, KeyError, TypeError, ValueError, RuntimeError)
@@ -46,12 +48,21 @@ _NAME = re.compile(r"at_\d{9,}|step_\d{8,}")
 class Trainee(Protocol):
     """What is saved of a trainer."""
 
-    model: Any
-    inner: Any
-    """The model inside what DDP makes of it."""
     optimizer: Any
     completed: int
     recent: Any
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Of this rank, by their names in the whole model; a name may come twice."""
+        ...
+
+
+class Writing(NamedTuple):
+    """A checkpoint that is on its way to the disk."""
+
+    target: Path
+    temporary: Path
+    future: futures.Future[Any]
 
 
 @dataclass
@@ -65,6 +76,12 @@ class Checkpoints:
     """Step and loss of the best validation so far."""
     skipped: set[Path] = field(default_factory=set)
     """Damaged checkpoints, which are written again when their step is reached again."""
+    writing: Writing | None = None
+
+    @cached_property
+    def _group(self) -> Any:
+        """All ranks once more, for what is written while the others' messages are of training."""
+        return None if self.world.size == 1 else distributed.new_group(backend="gloo")
 
     def is_best(self, loss: float | None) -> bool:
         """A loss that is no number is never the best, whatever comes after it."""
@@ -85,9 +102,11 @@ class Checkpoints:
     ) -> Path:
         """The trainers as they stand after ``state["step"]`` steps; ``loss`` is a validation.
 
-        Called by every rank. A step that is saved already is left as it is: a run that reaches it
-        again has the same parameters.
+        Called by every rank, and returns when all is copied; :meth:`settle` and :meth:`wait` tell
+        what comes of it, and one that is still being written is waited for here. A step that is
+        saved already is left as it is: a run that reaches it again has the same parameters.
         """
+        self.wait()
         step, world = state["step"], self.world
         target = self.path(step)
         if world.max(float(target.exists() and target not in self.skipped)):
@@ -101,39 +120,50 @@ class Checkpoints:
         }
         state = state | {"validation_loss": loss, "best": self.best, "methods": methods}
         state |= {"ranks": world.size, "random": world.gather(_random_state())}
-        with self._writing(target, temporary):
+        with self._failing_together(target, temporary):
             if world.is_main:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 files.clear(self.folder)
                 temporary.mkdir()
-                for number in range(len(trainers)):
-                    (temporary / str(number)).mkdir()
-        with self._writing(target, temporary):
-            for number, trainer in enumerate(trainers.values()):
-                if is_sharded(trainer.model):
-                    place = temporary / str(number) / "sharded"
-                    save_sharded(trainer.model, trainer.optimizer, place)
-                elif world.is_main:
-                    _save_whole(trainer, temporary / str(number))
-        checksums: dict[str, str] = {}
-        with self._writing(target, temporary):
-            if any(is_sharded(trainer.model) for trainer in trainers.values()):
-                checksums = digests(temporary, world.rank, world.size)
-            elif world.is_main:
-                checksums = digests(temporary)
-        checksums = {k: v for share in world.gather(checksums) for k, v in share.items()}
-        with self._writing(target, temporary):
-            if world.is_main:
-                seal(temporary, state, checksums)
-                files.sync(temporary)
-                files.put_in_place(temporary, target)
-                shutil.rmtree(temporary, ignore_errors=True)  # a damaged one that was there
-                self.skipped.discard(target)
-                self._prune()
+        tensors = {
+            f"{number}/{name}": tensor
+            for number, trainer in enumerate(trainers.values())
+            for name, tensor in _held(trainer)
+        }
+        complete = partial(self._complete, target, temporary, state)
+        future = stored.start_writing(tensors, temporary, complete, self._group)
+        self.writing = Writing(target, temporary, future)
         return target
 
+    def _complete(
+        self, target: Path, temporary: Path, state: dict[str, Any], checksums: dict[str, str]
+    ) -> None:
+        """On the first rank, in the background, once every rank's file is on the disk."""
+        seal(temporary, state, checksums)
+        files.put_in_place(temporary, target)
+        shutil.rmtree(temporary, ignore_errors=True)  # a damaged one that was there
+        self.skipped.discard(target)
+        self._prune()
+
+    def settle(self) -> None:
+        """Between two steps: :meth:`wait`, if there is nothing to wait for on any rank."""
+        if self.writing is not None and not self.world.max(not self.writing.future.done()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what is being written is in place, or has failed on some rank."""
+        if self.writing is not None:
+            (target, temporary, future), self.writing = self.writing, None
+            with self._failing_together(target, temporary):
+                future.result()
+
+    def leave(self) -> None:
+        """Let what is being written end, however it does: there is another failure to tell of."""
+        if self.writing is not None:
+            futures.wait([self.writing.future])
+
     @contextmanager
-    def _writing(self, target: Path, temporary: Path) -> Iterator[None]:
+    def _failing_together(self, target: Path, temporary: Path) -> Iterator[None]:
         """One stage of a save: all ranks pass it, or all fail with one error."""
         failure = None
         try:
@@ -142,7 +172,7 @@ class Checkpoints:
             last = next((p for p in reversed(self.paths()) if p != target), None)
             kept = "none is kept yet" if last is None else f"the last good checkpoint is {last}"
             failure = CheckpointError(
-                f"cannot write the checkpoint {target}: {files.reason(error)}; {kept}. Free some "
+                f"cannot write the checkpoint {target}: {_why(error)}; {kept}. Free some "
                 "space or make the folder writable, then resume with --resume auto"
             )
             if self.world.is_main:
@@ -209,28 +239,60 @@ class Checkpoints:
         Every rank has found the files to be as they were written. Methods that had left a
         comparison by then leave ``trainers`` too.
         """
-        state = read_state(path)
-        why = self.world.first(damage(path, state, self.world.rank, self.world.size))
+        state, world = read_state(path), self.world
+        _refuse_old_shards(path)
+        why = world.first(damage(path, state, world.rank, world.size))
         if why:
             raise DamagedError(f"{path} is damaged: {why}")
-        _refuse_other_sharding(path, trainers)
-        try:
+        names = {
+            label: set().union(*world.gather([name for name, _ in trainer.tensors()]))
+            for label, trainer in trainers.items()
+        }
+        with self._reading_together(path):
             state = _of_today(state, list(trainers))
             for label in set(trainers) - set(state["methods"]):
                 del trainers[label]
-            for number, (label, saved) in enumerate(state["methods"].items()):
-                _load_trainer(trainers[label], _place(path, number))
+            contents = [
+                _Content(trainers[label], *_place(path, number, state["format"]), names[label])
+                for number, label in enumerate(state["methods"])
+            ]
+        with self._reading_together(path):
+            for content in contents:
+                content.read(self._group)
+            for label, saved in state["methods"].items():
                 trainers[label].completed = saved["completed"]
                 trainers[label].recent.clear()
                 trainers[label].recent.extend(saved["recent_losses"])
-            _set_random_state(state["random"], self.world.rank)
+            _set_random_state(state["random"], world.rank)
             self.best = state["best"]
-        except UNREADABLE as error:
-            raise DamagedError(
-                f"cannot resume from {path}: {files.reason(error)}; the checkpoint is damaged or "
-                "of another model"
-            ) from error
         return state
+
+    @contextmanager
+    def _reading_together(self, path: Path) -> Iterator[None]:
+        """All ranks pass it, or all find the checkpoint damaged."""
+        why = ""
+        try:
+            yield
+        except UNREADABLE as error:
+            why = _why(error)
+        if why := self.world.first(why):
+            raise DamagedError(
+                f"cannot resume from {path}: {why}; the checkpoint is damaged or of another model"
+            )
+
+
+def whole_weights(path: Path) -> dict[str, Tensor]:
+    """Of the model that a training has saved in ``path``, whatever the layout that wrote it."""
+    names = {n: a for n, a in stored.about(path).items() if n.count("/") == 1}
+    return {n.removeprefix("0/"): t for n, t in stored.read_whole(path, names).items()}
+
+
+def _why(error: BaseException) -> str:
+    """In one line; torch tells every rank of the failures of all."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return files.reason(error) + (f" (rank {rank})" if rank else "")
+    return files.reason(error)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -243,10 +305,12 @@ def _age(path: Path) -> tuple[bool, int]:
     return kind == "step", int(number)
 
 
-def _place(path: Path, number: int) -> Path:
-    """Of one method's files; those of formats 1 and 2 of one model lie beside ``state.json``."""
+def _place(path: Path, number: int, format: int) -> tuple[Path, str]:
+    """Of one method's tensors: the folder, and what their names begin with."""
+    if format > 3:
+        return path, f"{number}/"
     folder = path / str(number)
-    return folder if folder.is_dir() else path
+    return (folder if folder.is_dir() else path), ""
 
 
 def _of_today(state: dict[str, Any], labels: list[str]) -> dict[str, Any]:
@@ -259,12 +323,13 @@ def _of_today(state: dict[str, Any], labels: list[str]) -> dict[str, Any]:
     return state | {"round": state["step"], "memory": {}, "methods": dict.fromkeys(labels, saved)}
 
 
-def _refuse_other_sharding(path: Path, trainers: Mapping[str, Trainee]) -> None:
-    sharded = (_place(path, 0) / "sharded").is_dir()
-    if any(is_sharded(trainer.model) != sharded for trainer in trainers.values()):
+def _refuse_old_shards(path: Path) -> None:
+    """Their index is a pickle, and their names those of another format."""
+    if any(path.glob("*/sharded")) or (path / "sharded").is_dir():
         raise CheckpointError(
-            f"{path} was written {'with' if sharded else 'without'} FSDP2; resume "
-            f"{'under torchrun with --parallel fsdp' if sharded else 'without it'}"
+            f"{path} holds the shards of an earlier version's --parallel fsdp, which this one does "
+            "not read; end the run with the version that began it (config.json names it), or start "
+            "again with another --out"
         )
 
 
@@ -288,60 +353,71 @@ def _set_random_state(states: list[dict[str, str]], rank: int) -> None:
         torch.manual_seed(torch.initial_seed() + rank)
 
 
-def _save_whole(trainer: Trainee, folder: Path) -> None:
-    names = {id(p): name for name, p in trainer.inner.named_parameters()}
-    tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
-    save_file(
-        {n: t.detach().contiguous() for n, t in tensors.items()}, folder / "model.safetensors"
-    )
-    moments = {
-        f"{names[id(parameter)]}/{key}": value
-        for parameter, state in trainer.optimizer.state.items()
-        for key, value in state.items()
-    }
-    save_file(moments, folder / "optimizer.safetensors")
+def _held(trainer: Trainee) -> Iterator[tuple[str, Tensor]]:
+    """What this rank holds of the model and, after a ``/``, of the optimiser's state."""
+    for name, tensor in dict(trainer.tensors()).items():
+        yield name, tensor
+        for moment, value in trainer.optimizer.state.get(tensor, {}).items():
+            yield f"{name}/{moment}", value
 
 
-def _load_trainer(trainer: Trainee, folder: Path) -> None:
-    if is_sharded(trainer.model):
-        load_sharded(trainer.model, trainer.optimizer, folder / "sharded")
-        return
-    saved = load_file(folder / "model.safetensors")
-    tensors = dict(trainer.inner.named_parameters()) | dict(_kept_buffers(trainer.inner))
-    if set(saved) != set(tensors):
-        odd = sorted(set(saved) ^ set(tensors))
-        raise KeyError(f"{odd[0]} ({len(odd)} such) is in one of checkpoint and model only")
-    for name, tensor in tensors.items():
-        _must_fit(name, saved[name], tensor)
-    moments = _moments(trainer, folder)
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(saved[name])
-    trainer.optimizer.state.clear()
-    for parameter, state in moments.items():
-        trainer.optimizer.state[parameter] = state
+class _Content:
+    """What a checkpoint holds of one trainer; made, it fits, and nothing is changed yet."""
+
+    def __init__(self, trainer: Trainee, folder: Path, prefix: str, names: set[str]) -> None:
+        self.trainer, self.folder, self.prefix = trainer, folder, prefix
+        saved = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in stored.about(folder).items()
+            if name.startswith(prefix)
+        }
+        if odd := sorted({name for name in saved if "/" not in name} ^ names):
+            raise KeyError(f"{odd[0]} ({len(odd)} such) is in one of checkpoint and model only")
+        self.tensors = dict(trainer.tensors())
+        for name, tensor in self.tensors.items():
+            _must_fit(name, saved[name], tensor)
+        self.moments: dict[str, dict[str, Tensor]] = {}
+        for key, about in saved.items():
+            name, _, moment = key.partition("/")
+            if moment and name in self.tensors:
+                place = _place_for(key, about, self.tensors[name])
+                self.moments.setdefault(name, {})[moment] = place
+        self._refuse_gaps()
+
+    def _refuse_gaps(self) -> None:
+        """A parameter has all of its optimiser's state or, if never trained, none."""
+        names = {parameter: name for name, parameter in self.tensors.items()}
+        for kind in _kinds(self.trainer.optimizer):
+            mine = [names[p] for p in kind if p in names and names[p] in self.moments]
+            whole = set().union(*(self.moments[name] for name in mine))
+            for name in mine:
+                if missing := whole - self.moments[name].keys():
+                    raise KeyError(f"{name}/{min(missing)} is missing from the optimiser's state")
+
+    def read(self, group: Any) -> None:
+        tensors = {self.prefix + name: tensor for name, tensor in self.tensors.items()}
+        for name, moments in self.moments.items():
+            tensors |= {f"{self.prefix}{name}/{key}": value for key, value in moments.items()}
+        stored.read_into(tensors, self.folder, group)
+        state = self.trainer.optimizer.state
+        state.clear()
+        with torch.no_grad():
+            for name, tensor in self.trainer.tensors():
+                moments = self.moments.get(name, {})
+                if tensor is not self.tensors[name]:  # an embedding and the head that is its twin
+                    tensor.copy_(self.tensors[name])
+                    moments = {key: value.clone() for key, value in moments.items()}
+                if moments:
+                    state[tensor] = moments
 
 
-def _moments(trainer: Trainee, folder: Path) -> dict[Tensor, dict[str, Tensor]]:
-    """The optimiser's state of each parameter, which has all of it or, if never trained, none."""
-    parameters = dict(trainer.inner.named_parameters())
-    moments: dict[Tensor, dict[str, Tensor]] = {}
-    for key, value in load_file(folder / "optimizer.safetensors").items():
-        name, _, moment = key.rpartition("/")
-        parameter = parameters[name]
-        if value.ndim or moment != "step":
-            _must_fit(key, value, parameter)
-        # the step counter is a scalar and stays where fused AdamW wants it, with its parameter
-        moments.setdefault(parameter, {})[moment] = value.to(parameter.device)
-    names = {parameter: name for name, parameter in parameters.items()}
-    for kind in _kinds(trainer.optimizer):
-        mine = [parameter for parameter in kind if parameter in moments]
-        whole = set().union(*(moments[parameter] for parameter in mine))
-        for parameter in mine:
-            if missing := whole - moments[parameter].keys():
-                name = names[parameter]
-                raise KeyError(f"{name}/{min(missing)} is missing from the optimiser's state")
-    return moments
+def _place_for(name: str, saved: TensorStorageMetadata, parameter: Tensor) -> Tensor:
+    """A tensor to read a moment into, shared out over ranks as its parameter is."""
+    if name.endswith("/step") and not saved.size:
+        # a scalar, which stays where fused AdamW wants it, with its parameter
+        return torch.empty((), dtype=saved.properties.dtype, device=parameter.device)
+    _must_fit(name, saved, parameter)
+    return torch.empty_like(parameter.detach())
 
 
 def _kinds(optimizer: Any) -> list[list[Tensor]]:
@@ -351,14 +427,9 @@ def _kinds(optimizer: Any) -> list[list[Tensor]]:
     return [[p for group in kind for p in group["params"]] for kind in kinds]
 
 
-def _must_fit(name: str, saved: Tensor, tensor: Tensor) -> None:
-    if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+def _must_fit(name: str, saved: TensorStorageMetadata, tensor: Tensor) -> None:
+    if (saved.size, saved.properties.dtype) != (tensor.shape, tensor.dtype):
         raise TypeError(
-            f"{name} is {saved.dtype} of shape {tuple(saved.shape)} in the checkpoint and "
-            f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model"
+            f"{name} is {saved.properties.dtype} of shape {tuple(saved.size)} in the checkpoint "
+            f"and {tensor.dtype} of shape {tuple(tensor.shape)} in the model"
         )
-
-
-def _kept_buffers(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    state = model.state_dict(keep_vars=True)
-    return [(name, b) for name, b in model.named_buffers() if name in state]

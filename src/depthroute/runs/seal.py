@@ -15,20 +15,14 @@ from depthroute import files
 from depthroute._version import __version__
 from depthroute.errors import CheckpointError
 
-FORMAT = 3
-READABLE = (1, 2, FORMAT)
+FORMAT = 4
+READABLE = (1, 2, 3, FORMAT)
 """Format 1 has no checksums and is taken as it is; :mod:`.checkpoint` says what else differs."""
 STATE = "state.json"
 
 
 class DamagedError(CheckpointError):
     """A checkpoint that is not as it was written; the one before may be."""
-
-
-def digests(folder: Path, rank: int = 0, size: int = 1) -> dict[str, str]:
-    """By name, of this rank's share of the files."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != STATE)
-    return {p.relative_to(folder).as_posix(): files.sha256(p) for p in paths[rank::size]}
 
 
 def seal(folder: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:

@@ -28,12 +28,12 @@ from depthroute.models.convert import convert, converted_config, from_config
 from depthroute.models.loading import load_model, load_plain, plain_config
 from depthroute.models.model import plan_for
 from depthroute.parallel.mesh import MeshLayout
-from depthroute.parallel.sharded import whole_state
 from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import World, joined
 from depthroute.parallel.wrap import is_sharded, wrap
 from depthroute.presets import Recipe
 from depthroute.runs import environment
+from depthroute.runs.checkpoint import whole_weights
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
 from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
 from depthroute.train.loop import Experiment, Look, Sink
@@ -182,9 +182,10 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
     layout = request.layout.over(ranks)
     layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
     if layout.mode == "fsdp" and layout.dp == 1:
+        what = "processes" if layout.is_plain else f"replicas of --tp {layout.tp} --pp {layout.pp}"
         raise ConfigError(
-            "--parallel fsdp is for several replicas, and this is one; start more processes with "
-            "torchrun, or leave it out"
+            f"--parallel fsdp is for several {what}, and this is one; start it with torchrun "
+            f"--nproc-per-node {2 * layout.size}, or leave it out"
         )
     if (layout.mode == "fsdp" or layout.tp > 1) and settings.optimizer == "muon":
         why = "--parallel fsdp shards" if layout.mode == "fsdp" else f"--tp {layout.tp} shares"
@@ -289,7 +290,8 @@ def _finish(
         "validation_loss": experiment.last_validation,
         "best": experiment.checkpoints.best,
     } | _places(run)
-    export(trainer, run.path / "model", vocabulary)
+    saved = experiment.checkpoints.path(experiment.taken)
+    export(trainer, run.path / "model", vocabulary, checkpoint=saved)
 
     def whole(trainer: Trainer) -> Any:
         if not is_sharded(trainer.model):
@@ -308,12 +310,20 @@ def _finish(
     experiment.world.on_main(write)
 
 
-def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
-    """The trained model: ``save_pretrained``, whole, with its tokenizer."""
+def export(
+    trainer: Trainer, folder: Path, tokenizer: Any = None, *, checkpoint: Path | None = None
+) -> None:
+    """The trained model: ``save_pretrained``, whole, with its tokenizer.
+
+    Where no rank has all of it, it is what ``checkpoint`` holds.
+    """
     model = trainer.parts[0]  # any part has the class and the configuration of the whole
-    weights = whole_state(trainer.inner) if is_sharded(trainer.inner) else None
 
     def write() -> None:
+        weights = None
+        if is_sharded(trainer.model):
+            assert checkpoint is not None
+            weights = whole_weights(checkpoint)
         with saving.replacing(folder) as new:
             model.write_into(new, **({} if weights is None else {"state_dict": weights}))
             if tokenizer is not None:

@@ -129,6 +129,7 @@ class Experiment:
                     self.on_trained(self)
                     self._leave(seed)
             finally:
+                self.checkpoints.leave()
                 for sink in self.sinks:
                     sink.close()
 
@@ -143,11 +144,13 @@ class Experiment:
             if is_last or steps.is_due(done, self.settings.validate_every):
                 loss = self._validate(steps)
             self.round = done
+            self.checkpoints.settle()
             signal = self._signal()
             if self._is_save_due(steps, loss, is_last) or (signal and not is_last):
                 self.save(loss)
             if signal and not is_last:
                 self._interrupt(signal)
+        self.checkpoints.wait()
 
     def _take_steps(self, steps: Pace) -> None:
         """Of one round. Stopped inside it, a run goes on with the methods that were left."""
@@ -168,6 +171,7 @@ class Experiment:
             self.record("diverged", label, step=error.step, reason=str(error))
             if not self.is_comparison:
                 self.save()
+                self.checkpoints.wait()
                 raise
             del self.trainers[label]
             return
@@ -222,7 +226,7 @@ class Experiment:
         return is_due or self.checkpoints.is_best(loss)
 
     def save(self, loss: float | None = None, lines: int | None = None) -> Path:
-        """As it stands; ``lines`` of the records count, if not all."""
+        """As it stands, in the background; ``lines`` of the records count, if not all."""
         state = {
             "step": self.taken,
             "seed": self.seed,
@@ -259,6 +263,7 @@ class Experiment:
             self._interrupt(signal)
 
     def _interrupt(self, signal: int) -> None:
+        self.checkpoints.wait()
         self.record("interrupted", step=self.taken, signal=signal)
         raise Interrupted(signal, self.taken)
 

@@ -24,6 +24,7 @@ from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import (
     casts_itself,
     global_norm_clipped,
+    named_tensors,
     parts_of,
     syncing,
     unwrapped,
@@ -123,6 +124,10 @@ class Trainer:
     @property
     def is_done(self) -> bool:
         return self.completed >= self.settings.steps
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """What is saved of the model on this rank."""
+        return named_tensors(self.model)
 
     def resident_tensors(self) -> Iterator[Tensor]:
         return environment.resident_tensors(self.model, self.optimizer)
