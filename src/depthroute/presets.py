@@ -169,6 +169,29 @@ _100M = Preset(
     ),
 )
 
+_KIMI_48B = Preset(
+    name="kimi-48b",
+    summary="AttnRes paper 48B: Kimi Linear, 27 layers of 2304, blocks of 6 sublayers",
+    model_type="kimi_linear",
+    model=_model(
+        163_840,
+        (2304, 27, 32, 32, 9216),
+        moe_intermediate_size=1024,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        linear_head_dim=128,
+        linear_num_heads=32,
+        tie_word_embeddings=False,
+    ),
+    routing=RoutingConfig.named("attnres:block_size=6"),
+    recipe=Recipe(),
+)
+
 _LARGEST_RECIPE = replace(
     _DELTA_RECIPE, tokens_per_step=131_072, lr=3e-4, min_lr=3e-5, warmup_steps=500
 )
@@ -182,6 +205,7 @@ PRESETS: dict[str, Preset] = {
         _delta("1044m", (1280, 36, 20, 4, 5120), 64),
         _delta("0.6b", (1024, 28, 16, 8, 3072), 128, "delta:num_blocks=28"),
         _delta("7.57b", (4096, 36, 32, 8, 12_288), 128, "delta-block", _LARGEST_RECIPE),
+        _KIMI_48B,
         _depth_attention("360m", (960, 24, 15, 15, 2540)),
         _depth_attention("500m", (1152, 24, 18, 18, 3072)),
         _depth_attention("710m", (1280, 32, 20, 20, 3072)),

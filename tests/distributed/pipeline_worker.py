@@ -206,7 +206,6 @@ def run(case, ranks):
         "bytes": sent,
         "runs": case.steps * layout.micro_batches * (1 + case.accumulated),
         "tensor_bytes": BATCH // layout.micro_batches * LENGTH * per_token,
-        "hops": [[len(hop.held), len(hop.sent), hop.is_local] for hop in layout.hops],
         "most_blocks": pipeline.cache.most_blocks,
         "left": len(pipeline.cache),
     }

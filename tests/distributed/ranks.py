@@ -70,7 +70,7 @@ def wait(processes, timeout=300):
     return [process.returncode for process in processes], logs
 
 
-def seen_by_ranks(tmp_path_factory, name, module, ranks=2):
+def seen_by_ranks(tmp_path_factory, name, module, ranks=2, timeout=300):
     """What each rank of ``module`` wrote; one start for all cases and all test workers, as
     starting takes longest."""
     base = tmp_path_factory.getbasetemp()
@@ -80,7 +80,7 @@ def seen_by_ranks(tmp_path_factory, name, module, ranks=2):
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             processes = start_ranks("-m", module, str(folder), folder=folder, ranks=ranks)
-            status, logs = wait(processes)
+            status, logs = wait(processes, timeout)
             assert status == [0] * ranks, logs
             (folder / "done").touch()
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]

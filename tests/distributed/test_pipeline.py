@@ -11,12 +11,19 @@ import re
 import pytest
 from torch import distributed
 
+from depthroute.parallel.mesh import MeshLayout
+from depthroute.parallel.planner import forecast
 from tests.distributed.pipeline_worker import (
+    BATCH,
     BYTES,
+    EACH_METHOD,
+    EACH_SCHEDULE,
+    LENGTH,
     ON_FOUR,
     ON_TWO,
     TIED,
     Case,
+    build,
     interleaved,
     run,
 )
@@ -53,14 +60,20 @@ def check_each_parameter_is_on_one_stage(ranks):
     assert copies in ([], ["lm_head.weight"])  # of a tied head, beside the embedding's
 
 
-def check_bytes(ranks):
-    """On the wire is what the layout says, forward and backward."""
-    first = ranks[0]
+def check_plan(ranks, case):
+    """On the wire, forward and backward, and in the caches is what the planner says."""
+    wanted = {"micro_batches": max(4, len(ranks))} | case.layout
+    plan = forecast(
+        build(case).to("meta"),
+        MeshLayout(pp=len(ranks), **wanted),
+        batch_size=BATCH,
+        length=LENGTH,
+    )
     sent = {int(stage): b for rank in ranks for stage, b in rank["bytes"].items()}
-    for stage, (_, count, is_local) in enumerate(first["hops"]):
-        expected = 0 if is_local else count * first["tensor_bytes"] * first["runs"]
-        assert sent[stage][0] == expected
-        assert sent[stage + 1][1] == expected
+    for stage, hop in enumerate(plan.hops):
+        assert sent[stage][0] == hop.num_bytes * ranks[0]["runs"]
+        assert sent[stage + 1][1] == hop.num_bytes * ranks[0]["runs"]
+    assert tuple(rank["most_blocks"] for rank in ranks) == plan.cached_blocks
 
 
 @pytest.mark.parametrize("case", ON_TWO)
@@ -82,15 +95,15 @@ def test_two_pipelines_of_half_a_batch_each_sum_to_the_whole(seen_by_four):
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in ON_TWO if c.split(",")[0] in ("attnres block", *BYTES)]
+    "case", [*EACH_METHOD, *(c for c in EACH_SCHEDULE if "depth" not in c), *BYTES]
 )
-def test_what_two_ranks_send_is_what_the_layout_says(seen_by_two, case):
-    check_bytes([rank[case] for rank in seen_by_two])
+def test_what_two_ranks_send_and_keep_is_what_the_planner_says(seen_by_two, case):
+    check_plan([rank[case] for rank in seen_by_two], ON_TWO[case])
 
 
-@pytest.mark.parametrize("case", [c for c in ON_FOUR if "depth" not in str(ON_FOUR[c].method)])
-def test_what_four_ranks_send_is_what_the_layout_says(seen_by_four, case):
-    check_bytes([rank[case] for rank in seen_by_four])
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_what_four_ranks_send_and_keep_is_what_the_planner_says(seen_by_four, case):
+    check_plan([rank[case] for rank in seen_by_four], ON_FOUR[case])
 
 
 @pytest.mark.parametrize("case", BYTES)
@@ -133,11 +146,21 @@ def test_what_one_layout_saves_another_loads_and_so_does_the_whole_model(seen_by
         assert abs(trained - rank["tied"]["expected"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("layout", [interleaved(3), {"schedule": "zbv"}, {"schedule": "gpipe"}])
-def test_one_process_runs_several_chunks_without_sending(layout):
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [
+        ("attnres block", interleaved(3)),
+        ("attnres block", {"schedule": "zbv"}),
+        ("attnres block", {"schedule": "gpipe"}),
+        # of which torch cannot leave any gradient for later
+        ("attnres two-phase", {"schedule": "zbv"}),
+        ("attnres two-phase", {"schedule": "zero-bubble", "chunks": 2}),
+    ],
+)
+def test_one_process_runs_several_chunks_without_sending(method, layout):
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        case = Case("attnres block", layers=4, model=TIED, layout=layout, evaluates=True)
+        case = Case(method, layers=4, model=TIED, layout=layout, evaluates=True)
         found = run(case, ranks=1)
     finally:
         distributed.destroy_process_group()

@@ -23,7 +23,7 @@ PAGES = [
 SCRIPTS = sorted([*(ROOT / "examples").glob("*.py"), *(ROOT / "bench").glob("*.py")])
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 UsageError = typer.BadParameter.__base__  # of click, or of the copy inside typer
-PROGRAM = r"(?:torchrun [^#`]*-m |python -m )?depthroute(?:\.cli)?"
+PROGRAM = r"(?:(?:srun )?torchrun [^#`]*-m |python -m )?depthroute(?:\.cli)?"
 BLOCK_LINE = re.compile(
     rf"^\s*(?:\$ )?(?:{PROGRAM} (?=[a-z-])|python (?=(?:examples|bench)/\w+\.py|-m bench ))(.*)"
 )

@@ -14,6 +14,7 @@ PUBLISHED = {
     "delta-1044m": 1044e6,
     "delta-0.6b": 0.6e9,
     "delta-7.57b": 7.57e9,
+    "kimi-48b": 49.1e9,  # of the published configuration; the name rounds down
     "da-360m": 360e6,
     "da-500m": 500e6,
     "da-710m": 710e6,

@@ -20,6 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from depthroute.checks import check_choice, check_number, check_object, check_whole
 from depthroute.errors import ConfigError, DepthrouteError, shown
+from depthroute.models import numberless
 from depthroute.models.architecture import ARCHITECTURES
 
 _MISTAKES = (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError)
@@ -68,6 +69,7 @@ def check_model(model: Any, model_type: str, values: dict[str, Any]) -> None:
     """One step of ``model``, which is on ``meta``: nothing is computed, but parts must fit."""
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
     mask = torch.zeros(1, 1, 4, 4, device="meta")  # whole: to make one, transformers reads values
+    numberless.use_experts(model)
     with meaningful(model_type, values):
         model(input_ids=ids, attention_mask=mask, use_cache=False)
 

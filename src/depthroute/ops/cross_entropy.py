@@ -242,9 +242,14 @@ def _wide(given: HeadLoss) -> torch.dtype:
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Of the product of a head with ``hidden``, as autocast would have it."""
     device = hidden.device.type
-    if hidden.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if hidden.dtype == torch.float64 or not _is_autocast(device):
         return hidden.dtype
     return torch.get_autocast_dtype(device)
+
+
+def _is_autocast(device: str) -> bool:
+    """``meta`` has none and says so with an error."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _check(
@@ -271,7 +276,7 @@ def _check(
             f"bias has shape {tuple(bias.shape)}; a weight {tuple(weight.shape)} needs "
             f"[{weight.shape[0]}]"
         )
-    if weight.dtype != hidden.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    if weight.dtype != hidden.dtype and not _is_autocast(hidden.device.type):
         raise DepthrouteError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one of them, or use autocast"
         )

@@ -10,7 +10,7 @@ shows all of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -175,20 +175,23 @@ class PipelineLayout:
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, num_parameters: Sequence[int] | None = None) -> str:
-        """A line a stage; what it is handed, how much of it is sent, and if given what it holds."""
-        counts = [""] * (len(self.layers) + 1)
+    def table(
+        self,
+        num_parameters: Sequence[int] | None = None,
+        columns: Mapping[str, Sequence[str]] | None = None,
+    ) -> str:
+        """A line a stage; what it is handed, how much of it is sent, and if given what it holds
+        and what else there is to say of it."""
+        shown: dict[str, Sequence[str]] = {
+            "stage": [str(stage.index) for stage in self.stages],
+            "rank": [str(stage.rank) for stage in self.stages],
+            "layers": [f"{s.layers.start}-{s.layers.stop - 1}" for s in self.stages],
+        }
         if num_parameters is not None:
-            counts = ["parameters", *(f"{count:,}" for count in num_parameters)]
-        rows: list[tuple[str, ...]] = [("stage", "rank", "layers", counts[0], *_HEADINGS)]
-        for stage, count in zip(self.stages, counts[1:], strict=True):
-            layers = f"{stage.layers.start}-{stage.layers.stop - 1}"
-            rows.append((str(stage.index), str(stage.rank), layers, count, *_cells(stage.before)))
-        shown = [column for column in zip(*rows, strict=True) if any(column)]
-        widths = [max(map(len, column)) for column in shown]
-        lines = [
-            "  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*shown, strict=True)
-        ]
+            shown["parameters"] = [f"{count:,}" for count in num_parameters]
+        held, sent, names = zip(*(_cells(stage.before) for stage in self.stages), strict=True)
+        shown |= {"held": held, "sent": sent, **(columns or {}), "what is sent": names}
+        lines = aligned(shown)
         sent = sum(len(hop.sent) for hop in self.hops if not hop.is_local)
         whole = sum(len(hop.held) for hop in self.hops if not hop.is_local)
         title = (
@@ -200,7 +203,11 @@ class PipelineLayout:
         return "\n".join([title, *lines, saved])
 
 
-_HEADINGS = "held", "sent", "what is sent"
+def aligned(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """The lines of a table, the headings first."""
+    widths = [max(map(len, (name, *cells))) for name, cells in columns.items()]
+    rows = [tuple(columns), *zip(*columns.values(), strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _cells(hop: Hop | None) -> tuple[str, str, str]:

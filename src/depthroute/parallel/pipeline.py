@@ -132,7 +132,7 @@ class Pipeline:
         self._loss, self._num_targets = loss or summed_cross_entropy, 1.0
         self.is_tied = is_tied(model)
         self._num_parameters = num_parameters(model, layout)
-        self.splits_backward = _splits_backward(model)
+        self.splits_backward = splits_backward(model)
         """Whether zero-bubble schedules leave gradients of weights for later; may be set to False
         before the first step, where something hooks on to the backward of whole stages."""
         self.stages = [
@@ -325,15 +325,17 @@ def summed_cross_entropy(model: Any, arguments: dict[str, Any], targets: Tensor)
     return functional.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
 
 
-def _splits_backward(model: Any) -> bool:
+def splits_backward(model: Any) -> bool:
     """Whether zero-bubble schedules may leave the gradients of weights for later; if not, they
     compute them at once and fill their bubbles less.
 
     torch looks for the weights between a stage's inputs and its outputs, and finds none of them
-    where the inputs have no gradient, as after an embedding that is frozen.
+    where the inputs have no gradient, as after an embedding that is frozen. And it runs backward
+    through phase 1 of a group once for each site, the first of which frees what the others need.
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    return version >= SPLITS_BACKWARD and model.get_input_embeddings().weight.requires_grad
+    is_trained = model.get_input_embeddings().weight.requires_grad
+    return version >= SPLITS_BACKWARD and is_trained and model.plan.group_size is None
 
 
 def _refuse_misfits(model: Any, layout: PipelineLayout, group: Any) -> None:
