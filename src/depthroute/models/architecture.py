@@ -29,6 +29,8 @@ class Sublayer:
     """The pre-norm; None where the family has only a post-norm."""
     after: tuple[str, ...] = ()
     """Post-norms and dropouts between the module and the add, in order."""
+    keyword: str | None = None
+    """The name under which the family hands the module what it reads, which its hooks see."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +150,19 @@ def _kimi_arguments(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, An
 
 
 PRE_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", norm="input_layernorm"),
+    "attention": Sublayer("self_attn", norm="input_layernorm", keyword="hidden_states"),
     "mlp": Sublayer("mlp", norm="post_attention_layernorm"),
 }
 POST_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", after=("post_attention_layernorm",)),
+    "attention": Sublayer(
+        "self_attn", after=("post_attention_layernorm",), keyword="hidden_states"
+    ),
     "mlp": Sublayer("mlp", after=("post_feedforward_layernorm",)),
 }
 SANDWICH_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", norm="input_layernorm", after=("post_attention_layernorm",)),
+    "attention": Sublayer(
+        "self_attn", "input_layernorm", ("post_attention_layernorm",), "hidden_states"
+    ),
     "mlp": Sublayer("mlp", norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
 }
 SOFTCAPPED: dict[str, Any] = {"logit_softcap": "final_logit_softcapping"}
@@ -183,7 +189,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "phi3",
             "Phi3ForCausalLM",
-            attention=Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
+            attention=Sublayer(
+                "self_attn", "input_layernorm", ("resid_attn_dropout",), "hidden_states"
+            ),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
             values="qkv_proj",
         ),
@@ -213,7 +221,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "cohere2",
             "Cohere2ForCausalLM",
-            attention=Sublayer("self_attn", norm="input_layernorm"),
+            attention=Sublayer("self_attn", norm="input_layernorm", keyword="hidden_states"),
             mlp=Sublayer("mlp", norm="input_layernorm"),
             eps="layer_norm_eps",
             parallel=True,
