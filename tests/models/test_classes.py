@@ -38,7 +38,7 @@ def test_a_model_has_the_classes_of_its_family_and_no_other_norm(family):
     spec, plain = ARCHITECTURES[family], family_model(family)
     built = dr.from_config(family_config(family), DELTA)
     for model in (built, dr.convert(plain, DELTA)):
-        decoder, original = model.base_model, plain.base_model
+        decoder, original = model.base_model, plain.get_decoder()
         assert type(model).__name__ == f"Routed{spec.causal_lm}"
         assert type(decoder).__name__ == f"Routed{type(original).__name__}"
         assert isinstance(model, type(plain)) and isinstance(decoder, type(original))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
 from depthroute.models.state import LayerState
-from tests.families import SETTINGS, family_model
+from tests.families import HYBRID, LIKE_OTHERS, SETTINGS, family_model
 from tests.support import METHODS, ONE_STREAM, disturb_routing, plain_model, routed_model, tokens
 
 LAYER = 2
@@ -48,7 +48,7 @@ def shift_last_sublayer(model, delta, layer=LAYER):
 
     def shift(_, args, output):
         if isinstance(output, tuple):
-            return (output[0] + delta / scale, *output[1:])
+            return (output[0] + (delta / scale).view_as(output[0]), *output[1:])
         return output + delta / scale
 
     return getattr(module, last).register_forward_hook(shift)
@@ -181,11 +181,11 @@ def test_an_edit_before_the_first_layer_is_an_edit_of_the_embedding(method):
 
 # linear attention has no values to mix, and those of a latent cannot be read apart
 WITHOUT = {
-    "kimi_linear": ("depth attention", "value residual", "roles"),
+    **dict.fromkeys(HYBRID, ("depth attention", "value residual", "roles")),
     "deepseek_v3": ("roles",),
 }
 FAMILIES = [
-    (family, method)
+    pytest.param(family, method, marks=pytest.mark.slow if family in LIKE_OTHERS else ())
     for family in SETTINGS
     for method in FAMILY_METHODS
     if method not in WITHOUT.get(family, ())

@@ -38,6 +38,7 @@ def routed_family(architecture: Architecture) -> Family:
         getattr(transformers, architecture.causal_lm), RoutedCausalLM, architecture, config
     )
     causal_lm.decoder_class = decoder
+    causal_lm.base_model_prefix = decoder.base_model_prefix  # llama4's own names none of its parts
     # a decoder is also loaded from a causal model's checkpoint, which holds a head besides
     others = decoder._keys_to_ignore_on_load_unexpected or ()
     decoder._keys_to_ignore_on_load_unexpected = [*others, r"^lm_head\."]

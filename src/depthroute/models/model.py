@@ -167,7 +167,7 @@ class RoutedDecoder(RoutedModel):
     def _route(self, plan: Plan) -> None:
         spec, config = self.architecture, self.config
         plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
-        attentions = [getattr(layer, spec.attention.module) for layer in plain]
+        attentions = [spec.attention.of(layer) for layer in plain]
         _refuse_attentions(attentions, plan, spec)
         if plan.changes_values:
             depth_attention.enable(attentions, config)
@@ -194,7 +194,7 @@ class RoutedDecoder(RoutedModel):
             )
         plain = adopted(plain_class(type(self), RoutedDecoder), self)
         layers = [plain_layer(layer) for layer in getattr(self, spec.layers)]
-        depth_attention.restore_key_norms([getattr(x, spec.attention.module) for x in layers])
+        depth_attention.restore_key_norms([spec.attention.of(x) for x in layers])
         setattr(plain, spec.layers, nn.ModuleList(layers))
         del plain.routing
         plain._no_split_modules = _family_names(self._no_split_modules)
@@ -339,11 +339,12 @@ def _refuse_attentions(attentions: list[Any], plan: Plan, spec: Architecture) ->
             f"{spec.model_type} makes keys and values of one latent; leave it out"
         )
     linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
-    where = f"layers {linear} of this {spec.model_type} model are linear attention"
-    if linear and plan.values is not None:
+    where = f"layers {linear} of this {spec.model_type} model have no keys and values"
+    if linear and plan.changes_values:
+        what = "routing.value_reads=true" if plan.value_reads else f"method={plan.method!r}"
         raise ConfigError(
-            f"method={plan.method!r} mixes the values of softmax attention, and {where}; use "
-            "method='attnres' or 'delta'"
+            f"{what} changes the values of softmax attention, and {where}; use method='attnres' "
+            "or 'delta', without value_reads"
         )
     if linear and plan.loops > 1:
         raise ConfigError(

@@ -115,8 +115,8 @@ class RoutedLayer(nn.Module):
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(state, kwargs)
-        if spec.adapt_arguments is not None:
-            kwargs = spec.adapt_arguments(self, kwargs)
+        if spec.linear_attentions and spec.is_linear(self._attention):
+            kwargs = spec.linear_arguments(kwargs)
         if regions is not None and not state.stream.plan.chooses:
             return self._repeated(state, kwargs, regions)
         call = called if regions is None else regions.call
@@ -201,7 +201,7 @@ class RoutedLayer(nn.Module):
 
     @property
     def _attention(self) -> nn.Module:
-        return getattr(self, self.architecture.attention.module)
+        return self.architecture.attention.of(self)
 
     @property
     def _is_latent(self) -> bool:
@@ -273,9 +273,11 @@ def _run(
     given = (x,)
     if sublayer.keyword is not None:
         given, kwargs = (), {sublayer.keyword: x, **kwargs}
-    output = getattr(layer, sublayer.module)(*given, **kwargs)
+    output = sublayer.of(layer)(*given, **kwargs)
     if isinstance(output, tuple):
         output = output[0]
+    if output.ndim < x.ndim:  # experts may leave the tokens in one row
+        output = output.view_as(x)
     for name in sublayer.after:
         output = getattr(layer, name)(output)
     multiplier = layer.architecture.multiplier
