@@ -7,7 +7,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
-from tests.families import FAMILIES, HYBRID, SETTINGS, family_config, family_model
+from tests.families import (
+    FAMILIES,
+    HYBRID,
+    SETTINGS,
+    families_but,
+    family_config,
+    family_model,
+)
 from tests.support import disturb_routing, tokens, trained_like
 
 ROUTINGS = {
@@ -17,7 +24,7 @@ ROUTINGS = {
     "attnres block": dr.RoutingConfig("attnres", block_size=3),
     "mhc": dr.RoutingConfig("mhc"),
 }
-WITH_DEPTH = [family for family in FAMILIES if family not in HYBRID]
+WITH_DEPTH = families_but(*HYBRID)
 DEPTH = dr.RoutingConfig("depth_attention", stride=1, init="paper")
 MIXING_VALUES = {"depth": DEPTH, "residual": dr.RoutingConfig("value_residual", init="paper")}
 

@@ -14,11 +14,11 @@ import depthroute as dr
 from depthroute import nn
 from depthroute.models.architecture import ARCHITECTURES
 from depthroute.models.reference import export_names, import_names
-from tests.families import FAMILIES, HYBRID, family_model
+from tests.families import HYBRID, families_but, family_model
 from tests.support import disturb_routing, plain_model, routed_model, tokens
 
 LATENT = ("deepseek_v3", "kimi_linear")
-WITH_VALUES = [family for family in FAMILIES if family not in (*LATENT, *HYBRID)]
+WITH_VALUES = families_but(*LATENT, *HYBRID)
 FORMS = {
     "full": dr.RoutingConfig("attnres", value_reads=True),
     "block": dr.RoutingConfig("attnres", num_blocks=3, value_reads=True),
