@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
@@ -59,6 +60,42 @@ SETTINGS: dict[str, dict] = {
         **MOE,
         **MLA,
     },
+    "ernie4_5": {"head_dim": 8},
+    "olmo3": {"sliding_window": 8},
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "glm4": {"head_dim": 8},
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "llama4_text": {
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8,
+        "no_rope_layer_interval": 4,
+        "floor_scale": 8,
+    },
+    "qwen3_next": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+        **MOE,
+    },
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    },
     "kimi_linear": {
         "num_experts": 4,
         "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -68,6 +105,31 @@ SETTINGS: dict[str, dict] = {
         **MLA,
     },
 }
+
+HYBRID = ("kimi_linear", "qwen3_next", "lfm2")
+"""Some of whose layers have no keys and values."""
+LIKE_OTHERS = {
+    "ernie4_5": "llama",
+    "olmo3": "olmo2",
+    "exaone4": "olmo2",
+    "glm4": "gemma2",
+    "gpt_oss": "mixtral",
+    "llama4_text": "mixtral",
+    "lfm2": "qwen3_next",
+}
+"""Families whose layers are put together as another's."""
+
+
+def families_but(*others: str) -> list:
+    """For what takes long and depends on how a layer is put together alone."""
+    return [
+        pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ())
+        for family in SETTINGS
+        if family not in others
+    ]
+
+
+FAMILIES = families_but()
 
 
 SHALLOW: dict[str, dict] = {
@@ -105,9 +167,14 @@ def family_model(family: str, seed: int = 0, **overrides):
     torch.manual_seed(seed)
     model = getattr(transformers, ARCHITECTURES[family].causal_lm)(config)
     model = trained_like(model, seed)
-    if family.startswith("gemma"):  # its norms store the gain minus one
+    if family.startswith(("gemma", "qwen3_next")):  # whose norms store the gain minus one
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if "norm" in name:
+                if "norm" in name and "linear_attn" not in name:
                     parameter.sub_(1.0)
     return model
+
+
+def decoder_of(model):
+    """``base_model``, which llama4's causal model does not know."""
+    return next(m for m in model.children() if isinstance(m, transformers.PreTrainedModel))

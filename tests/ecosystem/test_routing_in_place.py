@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import depthroute as dr
 from depthroute.models.state import LayerState
-from tests.families import SETTINGS, family_model
+from tests.families import families_but, family_model
 from tests.support import (
     METHODS,
     disturb_routing,
@@ -218,7 +218,8 @@ def test_an_offloaded_model_gives_the_same_logits(method, tmp_path):
     assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+# llama4 sends the tokens to where its embedding is, and offloaded weights are nowhere
+@pytest.mark.parametrize("family", families_but("llama4_text"))
 def test_every_family_can_be_offloaded_as_its_plain_model_can(family):
     plain = family_model(family)
     ids = tokens(batch=1, length=7, vocab=60)

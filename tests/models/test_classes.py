@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
-from tests.families import SETTINGS, family_config, family_model
+from tests.families import SETTINGS, decoder_of, family_config, family_model
 from tests.support import METHODS, disturb_routing, llama_config, routed_model, tokens
 
 SOURCES = sorted(Path(dr.__file__).parent.rglob("*.py"))
@@ -38,7 +38,7 @@ def test_a_model_has_the_classes_of_its_family_and_no_other_norm(family):
     spec, plain = ARCHITECTURES[family], family_model(family)
     built = dr.from_config(family_config(family), DELTA)
     for model in (built, dr.convert(plain, DELTA)):
-        decoder, original = model.base_model, plain.base_model
+        decoder, original = model.base_model, decoder_of(plain)
         assert type(model).__name__ == f"Routed{spec.causal_lm}"
         assert type(decoder).__name__ == f"Routed{type(original).__name__}"
         assert isinstance(model, type(plain)) and isinstance(decoder, type(original))

@@ -7,7 +7,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
-from tests.families import SETTINGS, family_config, family_model, shallow_model
+from tests.families import (
+    FAMILIES,
+    HYBRID,
+    SETTINGS,
+    families_but,
+    family_config,
+    family_model,
+    shallow_model,
+)
 from tests.support import disturb_routing, tokens, trained_like
 
 ROUTINGS = {
@@ -17,16 +25,14 @@ ROUTINGS = {
     "attnres block": dr.RoutingConfig("attnres", block_size=3),
     "mhc": dr.RoutingConfig("mhc"),
 }
-HYBRID = {"kimi_linear"}
-NO_STATIC_CACHE = {"kimi_linear": "linear attention keeps a recurrent state"}
-WITH_DEPTH = sorted(set(SETTINGS) - HYBRID)
+WITH_DEPTH = families_but(*HYBRID)
 DEPTH = dr.RoutingConfig("depth_attention", stride=1, init="paper")
 MIXING_VALUES = {"depth": DEPTH, "residual": dr.RoutingConfig("value_residual", init="paper")}
 
 
 def test_every_entry_of_the_table_is_tested():
     assert set(SETTINGS) == set(ARCHITECTURES)
-    assert len(ARCHITECTURES) >= 18
+    assert len(ARCHITECTURES) >= 26
 
 
 @pytest.mark.parametrize("family", SETTINGS)
@@ -58,7 +64,7 @@ def test_saving_and_loading_gives_bit_equal_logits(family, tmp_path):
     assert torch.equal(loaded(tokens()).logits, routed(tokens()).logits)
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_step_leaves_no_gradient_missing(family):
     for name, routing in ROUTINGS.items():
         routed = dr.convert(family_model(family), routing).train()
@@ -68,7 +74,7 @@ def test_a_training_step_leaves_no_gradient_missing(family):
         assert missing == [], name
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_recomputes_the_same(family):
     routed, ids = dr.convert(family_model(family), ROUTINGS["attnres block"]).train(), tokens()
     loss = routed(input_ids=ids, labels=ids).loss
@@ -100,7 +106,7 @@ def test_decode_equals_prefill(family):
         full = model(ids).logits
         budget = 1e-5 * max(1.0, full.abs().max().item())
         caches = [DynamicCache(config=model.config)]
-        if family not in NO_STATIC_CACHE:
+        if family not in HYBRID:  # a recurrent state is none of a static cache
             caches.append(StaticCache(config=model.config, max_cache_len=24))
         for cache in caches:
             difference = (decoded(model, ids, cache) - full).abs().max().item()
@@ -163,15 +169,20 @@ def test_latent_attention_mixes_the_latent_that_the_cache_holds():
     assert all(c.keys.shape == (2, 1, 17, rank) for c in cache.layers)
 
 
-@pytest.mark.parametrize("values", MIXING_VALUES)
-def test_mixing_values_refuses_linear_attention_layers(values):
-    with pytest.raises(dr.ConfigError, match=r"layers 0, 2 of this kimi_linear.*use method="):
-        dr.convert(family_model("kimi_linear"), MIXING_VALUES[values])
+@pytest.mark.parametrize("values", [*MIXING_VALUES, "reads"])
+@pytest.mark.parametrize("family", HYBRID)
+def test_changing_values_refuses_layers_that_have_none(family, values):
+    if (family, values) == ("kimi_linear", "reads"):
+        pytest.skip("refused for its latents, see test_roles.py")
+    routing = (MIXING_VALUES | {"reads": dr.RoutingConfig("attnres", value_reads=True)})[values]
+    with pytest.raises(dr.ConfigError, match=rf"layers 0, 2 of this {family} .*use method="):
+        dr.convert(family_model(family), routing)
 
 
-def test_a_looped_stack_refuses_linear_attention_layers():
-    with pytest.raises(dr.ConfigError, match=r"loops=2 .*layers 0, 2 of this kimi_linear.*leave"):
-        dr.from_config(family_config("kimi_linear"), dr.RoutingConfig("delta", loops=2))
+@pytest.mark.parametrize("family", HYBRID)
+def test_a_looped_stack_refuses_layers_without_keys_and_values(family):
+    with pytest.raises(dr.ConfigError, match=rf"loops=2 .*layers 0, 2 of this {family}.*leave"):
+        dr.from_config(family_config(family), dr.RoutingConfig("delta", loops=2))
 
 
 @pytest.mark.parametrize("method", ["delta", "depth_attention", "value_residual"])
@@ -242,7 +253,7 @@ def test_adding_a_family_is_one_entry(monkeypatch):
     assert torch.equal(dr.revert(routed)(tokens()).logits, plain(tokens()).logits)
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_traces_fullgraph(family):
     """Graph capture alone; tests/models/test_training.py sends graphs through the compiler."""
     routed, ids = dr.convert(shallow_model(family), ROUTINGS["delta block"]), tokens()

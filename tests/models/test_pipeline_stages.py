@@ -13,7 +13,7 @@ from depthroute.errors import DepthrouteError
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import PipelineLayout
 from depthroute.parallel.stages import StageModule
-from tests.families import SETTINGS, family_model
+from tests.families import FAMILIES, family_model
 from tests.support import METHODS, disturb_routing, routed_model, tokens
 
 IDS, TARGETS = tokens(2, 9), tokens(2, 9, seed=1)
@@ -94,7 +94,7 @@ def test_stages_of_every_method_compute_what_the_whole_does(method, layout):
     check_equals_whole(routed_model(method).double(), **LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stages_of_every_family_compute_what_the_whole_does(family):
     routing = dr.RoutingConfig("delta", num_blocks=2)
     model = disturb_routing(dr.convert(family_model(family), routing))

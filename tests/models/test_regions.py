@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import depthroute as dr
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.architecture import ARCHITECTURES
-from tests.families import SETTINGS, family_model
+from tests.families import LIKE_OTHERS, SETTINGS, decoder_of, family_model
 from tests.support import METHODS, disturb_routing, plain_model, routed_model, tokens
 
 GRAPHS = {
@@ -36,6 +36,11 @@ FAMILY_GRAPHS = {
     "cohere2": 2,  # the same, with and without positions
     "deepseek_v3": 3,  # dense and sparse
     "kimi_linear": 4,  # dense and sparse, linear and softmax attention
+    "olmo3": 3,  # with and without a window
+    "exaone4": 3,  # the same
+    "qwen3_next": 3,  # linear and softmax attention
+    "lfm2": 3,  # convolutions and attention
+    "llama4_text": 4,  # dense and sparse, with and without positions
 }
 
 
@@ -79,6 +84,7 @@ def test_the_number_of_graphs_does_not_depend_on_depth(name, layers):
 
 
 ALIKE = {"mistral", "qwen2", "starcoder2", "granite", "olmo2", "gemma2", "phi3", "mixtral"}
+ALIKE |= {*LIKE_OTHERS}
 """Families whose layers are of one kind, as llama's."""
 
 
@@ -333,5 +339,5 @@ def test_adapters_inside_regions_train_as_without():
 
 def test_the_final_norm_of_every_family_is_known():
     for family in SETTINGS:
-        decoder = family_model(family).base_model
+        decoder = decoder_of(family_model(family))
         assert hasattr(decoder, ARCHITECTURES[family].final_norm), family

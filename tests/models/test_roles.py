@@ -14,11 +14,11 @@ import depthroute as dr
 from depthroute import nn
 from depthroute.models.architecture import ARCHITECTURES
 from depthroute.models.reference import export_names, import_names
-from tests.families import SETTINGS, family_model
+from tests.families import HYBRID, families_but, family_model
 from tests.support import disturb_routing, plain_model, routed_model, tokens
 
 LATENT = ("deepseek_v3", "kimi_linear")
-FAMILIES = [family for family in SETTINGS if family not in LATENT]
+WITH_VALUES = families_but(*LATENT, *HYBRID)
 FORMS = {
     "full": dr.RoutingConfig("attnres", value_reads=True),
     "block": dr.RoutingConfig("attnres", num_blocks=3, value_reads=True),
@@ -160,7 +160,7 @@ def test_the_plan_and_the_trace_show_both_reads():
     assert not torch.allclose(one.weights, other.weights, atol=1e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_VALUES)
 @torch.no_grad()
 def test_a_family_projects_values_as_its_attention_does(family):
     model, inputs = dr.convert(family_model(family), dr.RoutingConfig("standard")), []
@@ -177,7 +177,7 @@ def test_a_family_projects_values_as_its_attention_does(family):
     assert_close(projected[:, :, -values.shape[2] :], values)  # some keep a window's alone
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITH_VALUES)
 def test_every_family_starts_as_its_own_model_decodes_as_it_prefills_and_learns(family):
     plain, ids = family_model(family), tokens(batch=4, length=24)
     model = dr.convert(plain, dr.RoutingConfig("attnres", block_size=3, value_reads=True))

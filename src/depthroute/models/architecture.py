@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,6 +28,14 @@ class Sublayer:
     """The pre-norm; None where the family has only a post-norm."""
     after: tuple[str, ...] = ()
     """Post-norms and dropouts between the module and the add, in order."""
+    keyword: str | None = None
+    """The name under which the family hands the module what it reads, which its hooks see."""
+    instead: str | None = None
+    """The module's name in layers of another kind, as those with linear attention."""
+
+    def of(self, layer: nn.Module) -> nn.Module:
+        modules: Any = layer._modules
+        return modules[self.module if self.module in modules else self.instead]
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,8 @@ class Architecture:
     ignored_arguments: tuple[str, ...] = ()
     """Arguments of the layer that its attention does not take."""
     linear_attentions: tuple[str, ...] = ()
-    """Class names of attentions without keys and values, in hybrid families."""
-    adapt_arguments: Callable[[nn.Module, dict[str, Any]], dict[str, Any]] | None = None
-    """Last word on the attention's arguments, for layers of mixed kinds."""
+    """Class names of attentions (or convolutions) without keys and values, in hybrid families."""
+    linear_cache_argument: str = "cache_params"
     values: str | None = "v_proj"
     """The attention's projection whose last columns are the values, be it theirs alone or one for
     queries and keys too; None where they are no projection of the input, as in latent attention."""
@@ -81,6 +87,13 @@ class Architecture:
     def is_linear(self, attention: nn.Module) -> bool:
         """Whether this layer's attention keeps a recurrent state instead of keys and values."""
         return type(attention).__name__ in self.linear_attentions
+
+    def linear_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Of softmax attention, as linear attention takes them: its own cache, no positions."""
+        cache = arguments.get(self.cache_argument)
+        dropped = (self.cache_argument, "position_ids", "position_embeddings", "use_cache")
+        rest = {name: value for name, value in arguments.items() if name not in dropped}
+        return rest | {self.linear_cache_argument: cache}
 
     def logit_options(self, config: Any) -> dict[str, Any]:
         """What lies between head and loss, for :func:`depthroute.ops.linear_cross_entropy`."""
@@ -137,26 +150,20 @@ def rms_norm_offset(cls: type[nn.Module]) -> float | None:
     return None
 
 
-def _kimi_arguments(layer: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Kimi's linear-attention layers take the cache under another name and no positions."""
-    if layer.block_type != "linear_attention":
-        return arguments
-    arguments["cache_params"] = arguments.pop("past_key_values", None)
-    for name in ("position_ids", "use_cache"):
-        arguments.pop(name, None)
-    return arguments
-
-
 PRE_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", norm="input_layernorm"),
+    "attention": Sublayer("self_attn", norm="input_layernorm", keyword="hidden_states"),
     "mlp": Sublayer("mlp", norm="post_attention_layernorm"),
 }
 POST_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", after=("post_attention_layernorm",)),
+    "attention": Sublayer(
+        "self_attn", after=("post_attention_layernorm",), keyword="hidden_states"
+    ),
     "mlp": Sublayer("mlp", after=("post_feedforward_layernorm",)),
 }
 SANDWICH_NORM: dict[str, Any] = {
-    "attention": Sublayer("self_attn", norm="input_layernorm", after=("post_attention_layernorm",)),
+    "attention": Sublayer(
+        "self_attn", "input_layernorm", ("post_attention_layernorm",), "hidden_states"
+    ),
     "mlp": Sublayer("mlp", norm="pre_feedforward_layernorm", after=("post_feedforward_layernorm",)),
 }
 SOFTCAPPED: dict[str, Any] = {"logit_softcap": "final_logit_softcapping"}
@@ -177,13 +184,26 @@ ARCHITECTURES: dict[str, Architecture] = {
             logit_divisor="logits_scaling",
             **PRE_NORM,
         ),
+        Architecture("ernie4_5", "Ernie4_5ForCausalLM", **PRE_NORM),
         Architecture("olmo2", "Olmo2ForCausalLM", **POST_NORM),
+        Architecture("olmo3", "Olmo3ForCausalLM", **POST_NORM),
+        Architecture("exaone4", "Exaone4ForCausalLM", **POST_NORM),
         Architecture("gemma2", "Gemma2ForCausalLM", **SANDWICH_NORM, **SOFTCAPPED),
         Architecture("gemma3_text", "Gemma3ForCausalLM", **SANDWICH_NORM, **SOFTCAPPED),
         Architecture(
+            "glm4",
+            "Glm4ForCausalLM",
+            attention=Sublayer(
+                "self_attn", "input_layernorm", ("post_self_attn_layernorm",), "hidden_states"
+            ),
+            mlp=Sublayer("mlp", "post_attention_layernorm", ("post_mlp_layernorm",)),
+        ),
+        Architecture(
             "phi3",
             "Phi3ForCausalLM",
-            attention=Sublayer("self_attn", "input_layernorm", ("resid_attn_dropout",)),
+            attention=Sublayer(
+                "self_attn", "input_layernorm", ("resid_attn_dropout",), "hidden_states"
+            ),
             mlp=Sublayer("mlp", "post_attention_layernorm", ("resid_mlp_dropout",)),
             values="qkv_proj",
         ),
@@ -213,7 +233,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "cohere2",
             "Cohere2ForCausalLM",
-            attention=Sublayer("self_attn", norm="input_layernorm"),
+            attention=Sublayer("self_attn", norm="input_layernorm", keyword="hidden_states"),
             mlp=Sublayer("mlp", norm="input_layernorm"),
             eps="layer_norm_eps",
             parallel=True,
@@ -221,12 +241,38 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
         Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),
+        Architecture("gpt_oss", "GptOssForCausalLM", **PRE_NORM),
+        Architecture(
+            "llama4_text",
+            "Llama4ForCausalLM",
+            attention=PRE_NORM["attention"],
+            mlp=Sublayer("feed_forward", norm="post_attention_layernorm"),
+            ignored_arguments=("position_ids",),
+        ),
+        Architecture(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            attention=replace(PRE_NORM["attention"], instead="linear_attn"),
+            mlp=PRE_NORM["mlp"],
+            linear_attentions=("Qwen3NextGatedDeltaNet",),
+        ),
+        Architecture(
+            "lfm2",
+            "Lfm2ForCausalLM",
+            attention=Sublayer(
+                "self_attn", norm="operator_norm", keyword="hidden_states", instead="conv"
+            ),
+            mlp=Sublayer("feed_forward", norm="ffn_norm"),
+            final_norm="embedding_norm",
+            eps="norm_eps",
+            linear_attentions=("Lfm2ShortConv",),
+            linear_cache_argument="past_key_values",
+        ),
         Architecture("deepseek_v3", "DeepseekV3ForCausalLM", values=None, **PRE_NORM),
         Architecture(
             "kimi_linear",
             "KimiLinearForCausalLM",
             linear_attentions=("KimiLinearDeltaAttention",),
-            adapt_arguments=_kimi_arguments,
             values=None,
             **PRE_NORM,
         ),
@@ -244,7 +290,7 @@ def architecture_for(config: Any) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-OUTPUT_PROJECTIONS = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h")
+OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "down_proj", "c_proj", "w2", "dense", "dense_4h_to_h")
 """Inside an attention or an MLP, what families call the projection that writes into the stream."""
 
 
@@ -260,7 +306,7 @@ def output_projections(model: Any) -> list[nn.Parameter]:
         parameter
         for layer in decoder_layers(model)
         for sublayer in (spec.attention, spec.mlp)
-        for name, parameter in getattr(layer, sublayer.module).named_parameters()
+        for name, parameter in sublayer.of(layer).named_parameters()
         if parameter.ndim > 1 and set(name.split(".")) & set(OUTPUT_PROJECTIONS)
     ]
 

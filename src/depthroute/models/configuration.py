@@ -34,7 +34,8 @@ class RoutedConfigMixin:
         """The family's own configuration, as if never routed."""
         values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         values.pop("routing")
-        values["architectures"] = [ARCHITECTURES[self.model_type].causal_lm]
+        names = values.get("architectures") or ()
+        values["architectures"] = [name.removeprefix("Routed") for name in names]
         return values
 
 

@@ -16,7 +16,7 @@ from depthroute.models.adoption import plain_class
 from depthroute.models.architecture import architecture_for
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.families import routed_family
-from depthroute.models.model import RoutedCausalLM, plan_for
+from depthroute.models.model import RoutedCausalLM, RoutedModel, plan_for
 from depthroute.nn import Sites
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -99,7 +99,8 @@ def convert(
     """
     check_is_plain(model)
     config = converted_config(model.config, routing)
-    routed = routed_family(architecture_for(config)).causal_lm.adopting(_share(model), config)
+    routed = _routed_like(model).adopting(_share(model), config)
+    config.architectures = [type(routed).__name__]
     if verify is not None:
         routed.identity = identity_report(model, routed, verify)
         if not routed.identity.max_difference <= tolerance:  # NaN must not pass
@@ -109,26 +110,32 @@ def convert(
 
 def check_is_plain(model: Any) -> None:
     """Whether :func:`convert` takes ``model`` at all."""
-    if isinstance(model, RoutedCausalLM):
+    if isinstance(model, RoutedModel):
         raise ConfigError(
             f"the model is already routed (method {model.plan.method!r}); revert it first"
         )
     if not hasattr(model, "config"):
-        raise ConfigError(
-            f"convert takes a Hugging Face causal language model, not {type(model).__name__}"
-        )
+        raise ConfigError(f"convert takes a Hugging Face model, not {type(model).__name__}")
+    _routed_like(model)
+
+
+def _routed_like(model: Any) -> Any:
+    """The routed class that a plain model becomes one of."""
     architecture = architecture_for(model.config)
-    if type(model).__name__ != architecture.causal_lm:
+    names = {cls.__name__: cls for cls in routed_family(architecture).models}
+    if f"Routed{type(model).__name__}" not in names:
+        known = ", ".join(name.removeprefix("Routed") for name in names)
         raise ConfigError(
-            f"convert takes {architecture.causal_lm} for model_type "
-            f"{architecture.model_type!r}, not {type(model).__name__}"
+            f"convert takes {known} for model_type {architecture.model_type!r}, not "
+            f"{type(model).__name__}"
         )
+    return names[f"Routed{type(model).__name__}"]
 
 
 def revert(routed: Any) -> Any:
     """The plain model back: same parameters, bit for bit if they were not trained."""
-    if not isinstance(routed, RoutedCausalLM):
-        raise ConfigError(f"revert takes a routed model with its head, not {type(routed).__name__}")
+    if not isinstance(routed, RoutedModel):
+        raise ConfigError(f"revert takes a routed model, not {type(routed).__name__}")
     family = plain_class(type(routed.config), RoutedConfigMixin)
     config = family.from_dict(routed.config.base_dict())
     return _share(routed).reverted(_same_implementations(routed.config, config))
@@ -157,21 +164,25 @@ class IdentityReport:
     max_difference: float
     """Largest absolute difference of any logit."""
     mean_difference: float
-    loss_before: float
-    loss_after: float
+    loss_before: float | None
+    """Of a language model, which alone has one without labels."""
+    loss_after: float | None
     num_tokens: int
 
     def __str__(self) -> str:
-        return (
+        difference = (
             f"identity over {self.num_tokens} tokens: max |logit difference| "
-            f"{self.max_difference:.3g}, mean {self.mean_difference:.3g}, loss "
-            f"{self.loss_before:.6f} before, {self.loss_after:.6f} after"
+            f"{self.max_difference:.3g}, mean {self.mean_difference:.3g}"
         )
+        if self.loss_before is None:
+            return difference
+        return f"{difference}, loss {self.loss_before:.6f} before, {self.loss_after:.6f} after"
 
 
 @torch.no_grad()
 def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityReport:
-    """How far the routed model's logits are from the plain one's on these tokens."""
+    """How far the routed model's logits are from the plain one's on these tokens; of a decoder,
+    its last states."""
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise DepthrouteError(
             f"input_ids has shape {tuple(input_ids.shape)}; identity_report needs "
@@ -181,15 +192,18 @@ def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityRepor
     for model in (plain, routed):
         was_training = model.training
         model.eval()
-        results.append(model(input_ids=input_ids, labels=input_ids, use_cache=False))
+        labels = {"labels": input_ids} if isinstance(routed, RoutedCausalLM) else {}
+        results.append(model(input_ids=input_ids, **labels, use_cache=False))
         model.train(was_training)
     before, after = results
-    difference = (before.logits.double() - after.logits.double()).abs()
+    # logits, the last states, or where an answer starts
+    parts = [(result[1] if labels else result[0]).double() for result in results]
+    difference = (parts[0] - parts[1]).abs()
     return IdentityReport(
         max_difference=difference.max().item(),
         mean_difference=difference.mean().item(),
-        loss_before=before.loss.item(),
-        loss_after=after.loss.item(),
+        loss_before=before.loss.item() if labels else None,
+        loss_after=after.loss.item() if labels else None,
         num_tokens=input_ids.numel(),
     )
 

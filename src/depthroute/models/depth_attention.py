@@ -49,6 +49,9 @@ class VisitCache:
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         return self.cache.update(key, value, layer_idx + self.offset, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cache.get_seq_length(layer_idx + self.offset)
+
 
 class DeferredCache:
     """Hands this step's keys and values straight back; the attention function stores them.

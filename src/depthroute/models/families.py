@@ -1,5 +1,5 @@
-"""The routed classes of every family: configuration, decoder and causal model, made when first
-needed and known to transformers' Auto classes from then on."""
+"""The routed classes of every family: configuration, decoder and decoders with a head, made when
+first needed and known to transformers' Auto classes from then on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -18,7 +24,7 @@ from depthroute.models.adoption import routed_class
 from depthroute.models.architecture import ARCHITECTURES, Architecture
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.depth_attention import LateNorm
-from depthroute.models.model import RoutedCausalLM, RoutedDecoder
+from depthroute.models.model import RoutedCausalLM, RoutedDecoder, RoutedHead
 from depthroute.models.routed import RoutedLayer
 
 
@@ -27,23 +33,46 @@ class Family(NamedTuple):
     """``RoutedLlamaConfig`` for the Llama entry, and so on."""
     decoder: Any
     causal_lm: Any
+    others: tuple[Any, ...]
+    """With other heads, those that transformers has for the family."""
+
+    @property
+    def models(self) -> tuple[Any, ...]:
+        return (self.decoder, self.causal_lm, *self.others)
+
+
+HEADS = (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForQuestionAnswering,
+)
+"""Beside that of a language model."""
+OF_HEADS = [r"^(lm_head|score|qa_outputs)\."]
+"""Tensors that a checkpoint may hold besides, of which a model with another head is loaded."""
 
 
 @cache
 def routed_family(architecture: Architecture) -> Family:
     base = CONFIG_MAPPING[architecture.model_type]
     config = routed_class(base, RoutedConfigMixin)
-    decoder = _model_class(MODEL_MAPPING[base], RoutedDecoder, architecture, config)
-    causal_lm = _model_class(
-        getattr(transformers, architecture.causal_lm), RoutedCausalLM, architecture, config
-    )
-    causal_lm.decoder_class = decoder
-    # a decoder is also loaded from a causal model's checkpoint, which holds a head besides
-    others = decoder._keys_to_ignore_on_load_unexpected or ()
-    decoder._keys_to_ignore_on_load_unexpected = [*others, r"^lm_head\."]
-    AutoModel.register(config, decoder, exist_ok=True)
-    AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
-    return Family(config, decoder, causal_lm)
+
+    def made(plain: Any, mixin: Any, auto: Any) -> Any:
+        cls = _model_class(plain, mixin, architecture, config)
+        auto.register(config, cls, exist_ok=True)
+        return cls
+
+    decoder = made(MODEL_MAPPING[base], RoutedDecoder, AutoModel)
+    causal = getattr(transformers, architecture.causal_lm)
+    causal_lm = made(causal, RoutedCausalLM, AutoModelForCausalLM)
+    causal_lm.base_model_prefix = decoder.base_model_prefix  # llama4's own names none of its parts
+    known = [auto for auto in HEADS if base in auto._model_mapping]
+    others = [made(auto._model_mapping[base], RoutedHead, auto) for auto in known]
+    for cls in (causal_lm, *others):
+        cls.decoder_class = decoder
+    for cls in (decoder, *others):
+        ignored = cls._keys_to_ignore_on_load_unexpected or ()
+        cls._keys_to_ignore_on_load_unexpected = [*ignored, *OF_HEADS]
+    return Family(config, decoder, causal_lm, tuple(others))
 
 
 def _model_class(base: Any, mixin: Any, architecture: Architecture, config: Any) -> Any:
@@ -67,7 +96,7 @@ def __getattr__(name: str) -> Any:
             continue
         if not issubclass(base, transformers.PreTrainedModel):
             return routed_class(base, RoutedLayer)
-        for cls in routed_family(architecture)[1:]:
+        for cls in routed_family(architecture).models:
             if name == cls.__name__:
                 return cls
     if name.startswith("Late") and hasattr(nn, name.removeprefix("Late")):

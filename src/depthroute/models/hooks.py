@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 
 from depthroute.errors import DepthrouteError
 from depthroute.models.state import LayerState
 
-PLACING = ("torch.distributed", "accelerate", "deepspeed")
-"""Libraries that gather, move or free parameters around a layer: their hooks are given the whole
-state, since a gradient may come back through any of its tensors."""
+PLACING = ("torch.distributed", "torch.utils", "accelerate", "deepspeed")
+"""Libraries that gather, move or free parameters around a layer, or follow tensors: their hooks are
+given the whole state, since a gradient may come back through any of its tensors."""
+
+EVERYONES, EVERYONES_BEFORE = module._global_forward_hooks, module._global_forward_pre_hooks
+"""Torch's tables of hooks that every module calls."""
 
 
 class StateHook:
@@ -32,6 +36,8 @@ class StateHook:
 
     @classmethod
     def around(cls, hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
+        if isinstance(hook, StateHook):
+            return hook
         inner = hook.func if isinstance(hook, functools.partial) else hook
         places = (getattr(inner, "__module__", None) or "").startswith(PLACING)
         return hook if places else cls(hook, with_kwargs)
@@ -39,7 +45,7 @@ class StateHook:
     def __call__(self, layer: Any, args: tuple[Any, ...], *rest: Any) -> LayerState | None:
         *kwargs, state = rest
         args = tuple(a.stream.value if isinstance(a, LayerState) else a for a in args)
-        if not isinstance(state, LayerState):  # always called, and the layer raised
+        if not isinstance(state, LayerState):  # another module's, or of a layer that was skipped
             return self.hook(layer, args, *kwargs, state)
         shown = _Shown(state)
         return shown.after(layer, self.hook(layer, args, *kwargs, shown.tensor))
@@ -49,6 +55,8 @@ class StatePreHook(StateHook):
     """A forward pre-hook as the layer keeps it."""
 
     def __call__(self, layer: Any, args: tuple[Any, ...], *rest: Any) -> Any:
+        if not args or not isinstance(args[0], LayerState):  # everyone's, on another module
+            return self.hook(layer, args, *rest)
         state, *others = args
         shown = _Shown(state)
         answer, kwargs = self.hook(layer, (shown.tensor, *others), *rest), rest
@@ -58,6 +66,19 @@ class StatePreHook(StateHook):
             answer, *others = answer
         args = (shown.after(layer, answer) or state, *others)
         return (args, *kwargs) if self.with_kwargs else args
+
+
+def show_to_everyone() -> None:
+    """The residual state to hooks of all modules, which are given anything else as it is."""
+    show_state(EVERYONES, module._global_forward_hooks_with_kwargs, EVERYONES_BEFORE, ())
+
+
+def show_state(hooks: Any, with_kwargs: Any, pre_hooks: Any, pre_with_kwargs: Any) -> None:
+    """To the hooks in tables of torch's, under their keys, so that handles still remove them."""
+    for key, hook in hooks.items():
+        hooks[key] = StateHook.around(hook, key in with_kwargs)
+    for key, hook in pre_hooks.items():
+        pre_hooks[key] = StatePreHook.around(hook, key in pre_with_kwargs)
 
 
 class _Shown:
@@ -81,8 +102,7 @@ class _Shown:
                 f"a hook on {type(layer).__name__} returned {kind}; return the residual state as a "
                 f"tensor of shape {tuple(tensor.shape)}, or None to leave it as it is"
             )
-        value = self.state.stream.value
-        return self.state.edited((answer - value).to(value.dtype))
+        return self.state.replaced(answer)
 
     def _version(self) -> int | None:
         """Counts writes; None where nobody counts, or a gradient is to reach what was shown."""

@@ -3,6 +3,7 @@ causal language model over that. Forward, loss and generate are the family's."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -26,6 +27,8 @@ from depthroute.nn import Site, Sites
 from depthroute.ops.private.regions import call_through
 from depthroute.plan import Plan
 
+logger = logging.getLogger("depthroute")
+
 if TYPE_CHECKING:
     _Base = transformers.PreTrainedModel
 else:
@@ -33,14 +36,25 @@ else:
 
 
 class RoutedModel(_Base):
-    """What a routed decoder and a routed causal model have in common."""
+    """What a routed decoder and a routed model with a head have in common."""
 
     architecture: Architecture
+    may_have_new_head: ClassVar[bool] = False
+    """Whether a checkpoint of another model of the family may be loaded, without its head."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._route(plan_for(config, config.routing_config()))
         self.post_init()
+
+    @classmethod
+    def adopting(cls, model: Any, config: Any) -> Any:
+        """A routed model of what the family's ``model`` holds, with the configuration ``config``
+        in place of its own."""
+        routed = adopted(cls, model)
+        _set_config(routed, config)
+        routed._route(plan_for(config, config.routing_config()))
+        return routed
 
     def _route(self, plan: Plan) -> None:
         """Put routed modules in the place of the family's, in a model that has none yet."""
@@ -126,8 +140,18 @@ class RoutedModel(_Base):
             kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
             loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model, info = loaded
-        check_tensors(pretrained_model_name_or_path, model, info)
+        check_tensors(pretrained_model_name_or_path, model, info | model._without_new_head(info))
         return (model, info) if wants_info else model
+
+    def _without_new_head(self, info: dict[str, Any]) -> dict[str, Any]:
+        """The missing keys, but for those of a head that the checkpoint was never said to have."""
+        missing = set(info["missing_keys"])
+        if self.may_have_new_head and type(self).__name__ not in (self.config.architectures or ()):
+            new = {key for key in missing if not key.startswith(f"{self.base_model_prefix}.")}
+            if new:
+                logger.warning("new, to be trained: %s", ", ".join(sorted(new)))
+            missing -= new
+        return {"missing_keys": missing}
 
     def merge(self) -> None:
         """Not possible, and this says why."""
@@ -156,18 +180,11 @@ class RoutedDecoder(RoutedModel):
         with attention.whole_sequences(has_own_positions):
             return super().__call__(*args, **kwargs)
 
-    @classmethod
-    def adopting(cls, decoder: Any, plan: Plan) -> Any:
-        """A routed decoder of what the family's ``decoder`` holds."""
-        _refuse_replaced_forwards(decoder, cls.architecture)
-        routed = adopted(cls, decoder)
-        routed._route(plan)
-        return routed
-
     def _route(self, plan: Plan) -> None:
         spec, config = self.architecture, self.config
+        _refuse_replaced_forwards(self, spec)
         plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
-        attentions = [getattr(layer, spec.attention.module) for layer in plain]
+        attentions = [spec.attention.of(layer) for layer in plain]
         _refuse_attentions(attentions, plan, spec)
         if plan.changes_values:
             depth_attention.enable(attentions, config)
@@ -183,8 +200,8 @@ class RoutedDecoder(RoutedModel):
         names = {type(layer).__name__ for layer in layers}
         self._no_split_modules = names | set(self._no_split_modules or ())
 
-    def reverted(self) -> Any:
-        """The family's decoder of what this one holds."""
+    def reverted(self, config: Any) -> Any:
+        """The family's decoder of what this one holds, with the configuration ``config``."""
         spec = self.architecture
         _refuse_replaced_forwards(self, spec)
         if self.plan.loops > 1:
@@ -194,17 +211,43 @@ class RoutedDecoder(RoutedModel):
             )
         plain = adopted(plain_class(type(self), RoutedDecoder), self)
         layers = [plain_layer(layer) for layer in getattr(self, spec.layers)]
-        depth_attention.restore_key_norms([getattr(x, spec.attention.module) for x in layers])
+        depth_attention.restore_key_norms([spec.attention.of(x) for x in layers])
         setattr(plain, spec.layers, nn.ModuleList(layers))
         del plain.routing
         plain._no_split_modules = _family_names(self._no_split_modules)
+        _set_config(plain, config)
         return plain
 
 
-class RoutedCausalLM(RoutedModel):
-    """Mixed into a family's ``...ForCausalLM``."""
+class RoutedHead(RoutedModel):
+    """Mixed into a family's decoder with a head, as ``...ForSequenceClassification``."""
 
     decoder_class: ClassVar[type[RoutedDecoder]]
+    may_have_new_head = True
+
+    def _route(self, plan: Plan) -> None:
+        decoder: Any = self.base_model
+        if not isinstance(decoder, RoutedDecoder):  # which AutoModel makes of the configuration
+            decoder = self.decoder_class.adopting(decoder, self.config)
+            setattr(self, self.base_model_prefix, decoder)
+        self._no_split_modules = {
+            *(decoder._no_split_modules or ()),
+            *(self._no_split_modules or ()),
+        }
+
+    def reverted(self, config: Any) -> Any:
+        """The family's model of what this one holds, with the configuration ``config``."""
+        plain = adopted(plain_class(type(self), RoutedHead), self)
+        setattr(plain, self.base_model_prefix, self._decoder.reverted(config))
+        plain._no_split_modules = _family_names(self._no_split_modules)
+        _set_config(plain, config)
+        return plain
+
+
+class RoutedCausalLM(RoutedHead):
+    """Mixed into a family's ``...ForCausalLM``."""
+
+    may_have_new_head = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -234,28 +277,6 @@ class RoutedCausalLM(RoutedModel):
         return ops.linear_cross_entropy(
             hidden, head.weight, targets, head.bias, chunk=chunk, **options
         )
-
-    @classmethod
-    def adopting(cls, model: Any, config: Any) -> Any:
-        """A routed model of what the family's ``model`` holds, with the configuration ``config``
-        in place of its own."""
-        routed = adopted(cls, model)
-        _set_config(routed, config)
-        routed._route(plan_for(config, config.routing_config()))
-        return routed
-
-    def _route(self, plan: Plan) -> None:
-        decoder = self.decoder_class.adopting(self.base_model, plan)
-        setattr(self, self.base_model_prefix, decoder)
-        self._no_split_modules = decoder._no_split_modules | set(self._no_split_modules or ())
-
-    def reverted(self, config: Any) -> Any:
-        """The family's model of what this one holds, with the configuration ``config``."""
-        plain = adopted(plain_class(type(self), RoutedCausalLM), self)
-        setattr(plain, self.base_model_prefix, self._decoder.reverted())
-        plain._no_split_modules = _family_names(self._no_split_modules)
-        _set_config(plain, config)
-        return plain
 
 
 def _also_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -347,11 +368,12 @@ def _refuse_attentions(attentions: list[Any], plan: Plan, spec: Architecture) ->
             f"{spec.model_type} makes keys and values of one latent; leave it out"
         )
     linear = ", ".join(str(i) for i, a in enumerate(attentions) if spec.is_linear(a))
-    where = f"layers {linear} of this {spec.model_type} model are linear attention"
-    if linear and plan.values is not None:
+    where = f"layers {linear} of this {spec.model_type} model have no keys and values"
+    if linear and plan.changes_values:
+        what = "routing.value_reads=true" if plan.value_reads else f"method={plan.method!r}"
         raise ConfigError(
-            f"method={plan.method!r} mixes the values of softmax attention, and {where}; use "
-            "method='attnres' or 'delta'"
+            f"{what} changes the values of softmax attention, and {where}; use method='attnres' "
+            "or 'delta', without value_reads"
         )
     if linear and plan.loops > 1:
         raise ConfigError(

@@ -17,11 +17,14 @@ stay valid.
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 
 from depthroute.errors import DepthrouteError
 from depthroute.models import depth_attention
@@ -33,7 +36,14 @@ from depthroute.models.architecture import (
     norm_eps,
     rms_norm_offset,
 )
-from depthroute.models.hooks import StateHook, StatePreHook
+from depthroute.models.hooks import (
+    EVERYONES,
+    EVERYONES_BEFORE,
+    StateHook,
+    StatePreHook,
+    show_state,
+    show_to_everyone,
+)
 from depthroute.models.regions import Regions, called
 from depthroute.models.state import LayerState
 from depthroute.nn import PreNorm, ResidualStream
@@ -56,6 +66,8 @@ class RoutedLayer(nn.Module):
     stands there then; in a tuple so as not to be a submodule."""
     regions: Regions | None
     """Compiled, if :func:`~depthroute.models.model.compile_regions` was asked to."""
+    watchers: OrderedDict[int, Any]
+    """The keys of all hooks on this layer."""
 
     def __init_subclass__(cls) -> None:
         names = list(inspect.signature(plain_class(cls, RoutedLayer).forward).parameters)
@@ -64,13 +76,27 @@ class RoutedLayer(nn.Module):
     def __call__(self, hidden_states: Tensor | LayerState, *args: Any, **kwargs: Any) -> Any:
         if args:
             kwargs |= zip(self.argument_names, args, strict=False)
+        # asked of the layer itself: torch's guards pass over hooks that come after compiling
+        if len(self.watchers) or len(EVERYONES) or len(EVERYONES_BEFORE):
+            show_to_everyone()
         state = hidden_states
         if isinstance(state, Tensor):
-            assert self.decoder is not None, "only the first layer receives a plain tensor"
-            state = LayerState.start(state, self.decoder[0].routing(state))
+            state = self._start(state)
         if getattr(self, "gradient_checkpointing", False) and self.training:
             return self._checkpointed(state, kwargs).handed_on()
-        return nn.Module.__call__(self, state, **kwargs).handed_on()
+        after = nn.Module.__call__(self, state, **kwargs)
+        if after is state or after.__class__ is not LayerState:
+            after = state.skipped(after)
+        return after.handed_on()
+
+    def _start(self, embedding: Tensor) -> LayerState:
+        if self.decoder is None:
+            raise DepthrouteError(
+                f"a {type(self).__name__} was given a tensor of shape {tuple(embedding.shape)}; "
+                "routed layers hand on their whole stream, and only the first takes a tensor. Run "
+                "the model, and change the state between layers with hooks (docs/hooks.md)"
+            )
+        return LayerState.start(embedding, self.decoder[0].routing(embedding))
 
     def _checkpointed(self, state: LayerState, kwargs: dict[str, Any]) -> LayerState:
         kwargs |= {"use_cache": False, self.architecture.cache_argument: None}
@@ -89,8 +115,8 @@ class RoutedLayer(nn.Module):
         for name in spec.ignored_arguments:
             kwargs.pop(name, None)
         self._shift_cache(state, kwargs)
-        if spec.adapt_arguments is not None:
-            kwargs = spec.adapt_arguments(self, kwargs)
+        if spec.linear_attentions and spec.is_linear(self._attention):
+            kwargs = spec.linear_arguments(kwargs)
         if regions is not None and not state.stream.plan.chooses:
             return self._repeated(state, kwargs, regions)
         call = called if regions is None else regions.call
@@ -175,7 +201,7 @@ class RoutedLayer(nn.Module):
 
     @property
     def _attention(self) -> nn.Module:
-        return getattr(self, self.architecture.attention.module)
+        return self.architecture.attention.of(self)
 
     @property
     def _is_latent(self) -> bool:
@@ -208,14 +234,21 @@ class RoutedLayer(nn.Module):
     ) -> Any:
         """As of any module; ``hook`` sees and may change the residual state after the layer."""
         hook = StateHook.around(hook, with_kwargs)
-        return super().register_forward_hook(hook, with_kwargs=with_kwargs, **options)
+        handle = super().register_forward_hook(hook, with_kwargs=with_kwargs, **options)
+        return self._watched_by(handle)
 
     def register_forward_pre_hook(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hook: Callable[..., Any], *, with_kwargs: bool = False, **options: Any
     ) -> Any:
         """As of any module; ``hook`` sees and may change the residual state before the layer."""
         hook = StatePreHook.around(hook, with_kwargs)
-        return super().register_forward_pre_hook(hook, with_kwargs=with_kwargs, **options)
+        handle = super().register_forward_pre_hook(hook, with_kwargs=with_kwargs, **options)
+        return self._watched_by(handle)
+
+    def _watched_by(self, handle: RemovableHandle) -> RemovableHandle:
+        self.watchers[handle.id] = True
+        handle.extra_dict_ref += (weakref.ref(self.watchers),)
+        return handle
 
     def _refuse_backward_hook(self, *_: Any, **__: Any) -> NoReturn:
         raise DepthrouteError(
@@ -237,9 +270,14 @@ def _run(
 ) -> Tensor:
     """A sublayer's output, of what it reads before ``norm``."""
     x = x if norm is None else getattr(layer, norm)(x)
-    output = getattr(layer, sublayer.module)(x, **kwargs)
+    given = (x,)
+    if sublayer.keyword is not None:
+        given, kwargs = (), {sublayer.keyword: x, **kwargs}
+    output = sublayer.of(layer)(*given, **kwargs)
     if isinstance(output, tuple):
         output = output[0]
+    if output.ndim < x.ndim:  # experts may leave the tokens in one row
+        output = output.view_as(x)
     for name in sublayer.after:
         output = getattr(layer, name)(output)
     multiplier = layer.architecture.multiplier
@@ -247,9 +285,12 @@ def _run(
 
 
 def _run_both(layer: RoutedLayer, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    spec = layer.architecture
+    spec, norm = layer.architecture, layer.architecture.mlp.norm
+    if norm is not None and norm == spec.attention.norm:  # one for both
+        x, norm = getattr(layer, norm)(x), None
+        return _run(layer, spec.attention, x, norm, kwargs) + _run(layer, spec.mlp, x, norm, {})
     output = _run(layer, spec.attention, x, spec.attention.norm, kwargs)
-    return output + _run(layer, spec.mlp, x, spec.mlp.norm, {})
+    return output + _run(layer, spec.mlp, x, norm, {})
 
 
 def _run_layer(
@@ -271,7 +312,15 @@ def _project(
     return paused.arguments
 
 
-OWN = ("architecture", "is_parallel", "norm_offsets", "decoder_config", "decoder", "regions")
+OWN = (
+    "architecture",
+    "is_parallel",
+    "norm_offsets",
+    "decoder_config",
+    "decoder",
+    "regions",
+    "watchers",
+)
 
 
 def routed_layer(layer: nn.Module, architecture: Architecture, config: Any) -> RoutedLayer:
@@ -282,12 +331,11 @@ def routed_layer(layer: nn.Module, architecture: Architecture, config: Any) -> R
     routed.norm_offsets = _norm_offsets(layer, architecture)
     routed.decoder_config = config
     routed.decoder = routed.regions = None
-    for hooks, kind, with_kwargs in (
-        (routed._forward_hooks, StateHook, routed._forward_hooks_with_kwargs),
-        (routed._forward_pre_hooks, StatePreHook, routed._forward_pre_hooks_with_kwargs),
-    ):
-        for key, hook in hooks.items():
-            hooks[key] = kind.around(hook, key in with_kwargs)
+    routed.watchers = OrderedDict.fromkeys((*routed._forward_hooks, *routed._forward_pre_hooks))
+    show_state(
+        *(routed._forward_hooks, routed._forward_hooks_with_kwargs),
+        *(routed._forward_pre_hooks, routed._forward_pre_hooks_with_kwargs),
+    )
     return routed
 
 

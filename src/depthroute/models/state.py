@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from depthroute.errors import DepthrouteError
 from depthroute.nn import DepthMemory, ResidualStream, Routing
 
 
@@ -28,8 +30,28 @@ class LayerState(NamedTuple):
         """The next one to run, every visit counted."""
         return self.stream.index // len(self.stream.plan.sublayers)
 
-    def edited(self, delta: Tensor) -> LayerState:
-        return self._replace(stream=self.stream.edited(delta))
+    def replaced(self, value: Tensor) -> LayerState:
+        """With ``value`` as the residual state, as if the last sublayer had put out the rest."""
+        now = self.stream.value
+        delta, value = (value - now).to(now.dtype), value.to(now.dtype)
+        return self._replace(stream=self.stream.edited(delta, value))
+
+    def skipped(self, output: LayerState | Tensor) -> LayerState:
+        """After a layer that was not run: its sublayers have put out nothing, and the last one what
+        ``output`` has in difference, where that is a tensor."""
+        stream, memory = self
+        sites = stream.sites
+        assert sites is not None
+        if memory is not None and self.layer in stream.plan.depth[self.layer].kept:
+            raise DepthrouteError(
+                f"layer {self.layer} was skipped, and later layers mix in its values (method "
+                f"{stream.plan.method!r}); run it and replace its output in a forward hook"
+            )
+        for _ in stream.plan.sublayers:
+            _, stream = stream.read(sites.at(stream.index))
+            stream = stream.push(torch.zeros_like(stream.example))
+        after = LayerState(stream, memory and memory.push(None, None))
+        return after.replaced(output) if isinstance(output, Tensor) else after
 
     def handed_on(self) -> LayerState | Tensor:
         """Itself, and after the last layer what the final norm reads."""

@@ -377,11 +377,13 @@ class ResidualStream:
         post, res = self.links
         return ops.hyper_write(self.state, output, post, res)
 
-    def edited(self, delta: Tensor) -> ResidualStream:
+    def edited(self, delta: Tensor, value: Tensor | None = None) -> ResidualStream:
         """The stream as if the last sublayer had put out ``delta`` more; before any has run, as if
-        the embedding had been larger by it. Several streams are all larger by it."""
+        the embedding had been larger by it. Several streams are all larger by it.
+
+        ``value`` is what the residual state becomes, where adding would round it."""
         if self.pending is not None:
-            return self.settled().edited(delta)
+            return self.settled().edited(delta, value)
         plan, sources, partial = self.plan, self.sources, self.partial
         # whether the newest source holds what was put out last
         is_newest = self.place.starts_block and plan.stores in ("deltas", "states")
@@ -389,8 +391,11 @@ class ResidualStream:
             partial = partial + delta
         elif sources and (is_newest or self.index == 0):
             sources = (*sources[:-1], sources[-1] + delta)
-        delta = delta.unsqueeze(-2) if plan.streams > 1 else delta
-        state = None if self.state is None else self.state + delta
+        state = self.state
+        if state is not None and plan.streams > 1:
+            state = state + delta.unsqueeze(-2)
+        elif state is not None:
+            state = state + delta if value is None else value
         after = _changed(self, sources=sources, partial=partial, state=state)
         return after.opened() if self.priors else after
 
