@@ -63,6 +63,8 @@ class Architecture:
     queries and keys too; None where they are no projection of the input, as in latent attention."""
     interleaves_values: bool = False
     """Whether they are the last columns of every head instead."""
+    has_experts: bool = False
+    """Whether an MLP may be a mixture of experts."""
 
     def project_values(self, attention: nn.Module, x: Tensor, like: Tensor) -> Tensor:
         """Of ``x`` [B, T, D], as the attention has them: shaped as ``like`` [B, heads, T, d]."""
@@ -219,9 +221,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             parallel=True,
             logit_scale="logit_scale",
         ),
-        Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
-        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),
-        Architecture("deepseek_v3", "DeepseekV3ForCausalLM", values=None, **PRE_NORM),
+        Architecture("mixtral", "MixtralForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture(
+            "deepseek_v3", "DeepseekV3ForCausalLM", values=None, has_experts=True, **PRE_NORM
+        ),
         Architecture(
             "kimi_linear",
             "KimiLinearForCausalLM",
