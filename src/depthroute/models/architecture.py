@@ -69,6 +69,8 @@ class Architecture:
     queries and keys too; None where they are no projection of the input, as in latent attention."""
     interleaves_values: bool = False
     """Whether they are the last columns of every head instead."""
+    has_experts: bool = False
+    """Whether an MLP may be a mixture of experts."""
 
     def project_values(self, attention: nn.Module, x: Tensor, like: Tensor) -> Tensor:
         """Of ``x`` [B, T, D], as the attention has them: shaped as ``like`` [B, heads, T, d]."""
@@ -239,15 +241,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             parallel=True,
             logit_scale="logit_scale",
         ),
-        Architecture("mixtral", "MixtralForCausalLM", **PRE_NORM),
-        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", **PRE_NORM),
-        Architecture("gpt_oss", "GptOssForCausalLM", **PRE_NORM),
+        Architecture("mixtral", "MixtralForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture("qwen3_moe", "Qwen3MoeForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture("gpt_oss", "GptOssForCausalLM", has_experts=True, **PRE_NORM),
         Architecture(
             "llama4_text",
             "Llama4ForCausalLM",
             attention=PRE_NORM["attention"],
             mlp=Sublayer("feed_forward", norm="post_attention_layernorm"),
             ignored_arguments=("position_ids",),
+            has_experts=True,
         ),
         Architecture(
             "qwen3_next",
@@ -255,6 +258,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             attention=replace(PRE_NORM["attention"], instead="linear_attn"),
             mlp=PRE_NORM["mlp"],
             linear_attentions=("Qwen3NextGatedDeltaNet",),
+            has_experts=True,
         ),
         Architecture(
             "lfm2",
@@ -268,7 +272,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             linear_attentions=("Lfm2ShortConv",),
             linear_cache_argument="past_key_values",
         ),
-        Architecture("deepseek_v3", "DeepseekV3ForCausalLM", values=None, **PRE_NORM),
+        Architecture(
+            "deepseek_v3", "DeepseekV3ForCausalLM", values=None, has_experts=True, **PRE_NORM
+        ),
         Architecture(
             "kimi_linear",
             "KimiLinearForCausalLM",

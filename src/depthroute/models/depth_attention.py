@@ -35,6 +35,8 @@ from depthroute.models.architecture import Architecture
 from depthroute.nn import DepthMemory, SiteParameters
 
 IMPLEMENTATION = "depthroute_depth_attention"
+_mixing = {IMPLEMENTATION}
+"""Names under which the attention function mixes by itself."""
 
 
 class VisitCache:
@@ -213,11 +215,27 @@ def enable(attentions: list[nn.Module], config: Any) -> None:
     They get a copy of the configuration that names it; the model's own configuration, and so its
     masks, still name the implementation the user chose, which is read at every call.
     """
+    if config._attn_implementation in _mixing:
+        return
     modeling_utils.ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, depth_attention_forward)
     own = copy.copy(config)
     own._attn_implementation = IMPLEMENTATION
     for attention in attentions:
         attention.config = own
+
+
+def mix_in(implementation: str) -> None:
+    """Let the attention function of that name mix where it is asked to, for an engine that must
+    find its own name in every module's configuration."""
+    plain = modeling_utils.ALL_ATTENTION_FUNCTIONS[implementation]
+
+    def attend(*args: Any, depth: Any = None, **kwargs: Any) -> Any:
+        if depth is None:
+            return plain(*args, **kwargs)
+        return depth_attention_forward(*args, depth=depth, **kwargs)
+
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(implementation, attend)
+    _mixing.add(implementation)
 
 
 def delay_key_norms(attentions: list[Any], model_type: str) -> None:

@@ -55,6 +55,18 @@ def plain_config(base: Any, **options: Any) -> Any:
     return config
 
 
+def model_config(name: Any, **options: Any) -> Any:
+    """The configuration of a plain or routed model, judged with its folder before any weight is
+    read."""
+    if adapter.is_adapter(name):
+        raise CheckpointError(
+            f"{str(name)!r} holds the routing alone; write the whole model with "
+            "depthroute.from_pretrained(...).save_pretrained(...) and give that"
+        )
+    _judge(name, options)
+    return _config(name, **options)
+
+
 def load_model(name: Any, **options: Any) -> Any:
     """Whatever the folder or hub id holds: a plain model, a routed one, or an adapter."""
     if adapter.is_adapter(name):
@@ -71,8 +83,7 @@ def from_pretrained(path: Any, **options: Any) -> Any:
     """
     if adapter.is_adapter(path):
         return adapter.load_adapter(_base_of(path, **options), path)
-    _judge(path, options)
-    config = _config(path, **options)
+    config = model_config(path, **options)
     if not isinstance(config, RoutedConfigMixin):
         raise CheckpointError(
             f"{str(path)!r} holds a plain {config.model_type!r} model; load it with transformers "
