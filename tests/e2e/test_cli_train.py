@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -165,8 +166,9 @@ def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert "saved; resume with:\n  depthroute train --data" in err
-    status, _, err = depthroute("train", *cut)
+    command = err.partition("saved; resume with:\n  depthroute ")[2].splitlines()[0]
+    assert command.startswith("train --config ") and command.endswith(" --resume auto")
+    status, _, err = depthroute(*shlex.split(command))
     assert status == 0, err
     status, _, err = depthroute("train", *arguments, "--out", tmp_path / "straight")
     assert status == 0, err
@@ -300,7 +302,7 @@ def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, tex
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert f"--out {out} --resume auto" in err
-    status, _, err = depthroute("compare", *options, "--out", out, "--resume", "auto")
+    status, _, err = depthroute(*shlex.split(err.partition("  depthroute ")[2].splitlines()[0]))
     assert status == 0, err
     status, _, err = depthroute("compare", *options, "--out", tmp_path / "straight")
     assert status == 0, err

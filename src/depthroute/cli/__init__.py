@@ -5,7 +5,18 @@ inside the commands, so that `--help` is quick; so are annotations that are no s
 be compiled anew at every start.
 """
 
-from depthroute.cli import about, bench, compare, convert, evaluate, look, train
+from depthroute.cli import about, bench, compare, convert, evaluate, look, runs, train
 from depthroute.cli.app import app, main
 
-__all__ = ["about", "app", "bench", "compare", "convert", "evaluate", "look", "main", "train"]
+__all__ = [
+    "about",
+    "app",
+    "bench",
+    "compare",
+    "convert",
+    "evaluate",
+    "look",
+    "main",
+    "runs",
+    "train",
+]

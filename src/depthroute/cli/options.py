@@ -1,9 +1,8 @@
 """What the commands that train share: groups of options, the bars they show, how to go on."""
 
 import os
-import shlex
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -12,6 +11,7 @@ import typer
 from rich.console import Console
 
 from depthroute.cli.app import Device, TrustRemoteCode
+from depthroute.cli.run_file import Chosen, ConfigFile
 from depthroute.errors import ConfigError, unknown
 from depthroute.methods import NAMES, parse_assignments
 
@@ -30,6 +30,8 @@ Shape = Annotated[
         "--model", help="Model setting key=value, such as num_hidden_layers=4. Repeatable."
     ),
 ]
+Begin = Callable[[], tuple[Any, bool]]
+"""Opens the run directory, once all is known to be well; and whether the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ class TextOptions:
 class RoutingOptions:
     method: Annotated[
         str | None,
-        typer.Option(help=f"{METHODS}. Left out, the preset's; delta for a pretrained model."),
+        typer.Option(
+            help=f"{METHODS}. Left out, the preset's; delta for a pretrained model.",
+            autocompletion=lambda incomplete: [n for n in NAMES if n.startswith(incomplete)],
+        ),
     ] = None
     num_blocks: Annotated[int | None, typer.Option(help="Blocks; left out, the method's own.")] = (
         None
@@ -75,7 +80,9 @@ class RoutingOptions:
     ] = None
     routing: Annotated[
         list[str] | None,
-        typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
+        typer.Option(
+            "--routing", help="Routing setting key=value. Repeatable. Settings: {routing}."
+        ),
     ] = None
 
     def chosen(self, default: str | None = None) -> Any:
@@ -95,10 +102,14 @@ class RoutingOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
+    config: ConfigFile = None
     steps: Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
+        typer.Option(
+            "--set",
+            help="Training setting key=value, such as lr=3e-3. Repeatable. Settings: {set}.",
+        ),
     ] = None
     out: Annotated[
         Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")
@@ -107,6 +118,7 @@ class RunOptions:
         str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
     ] = "never"
     device: Device = "auto"
+    chosen: Chosen = field(default_factory=lambda: Chosen("", {}))
 
     @property
     def is_resumed(self) -> bool:
@@ -207,22 +219,6 @@ def refuse_twice(
                 "one of them"
             )
     return used | values
-
-
-def resume_command(out: Path) -> str:
-    """The command of this process, made to go on where it was."""
-    words = sys.argv[1:]
-    for option, value in (("--out", str(out)), ("--resume", "auto")):
-        if option in words:
-            words[words.index(option) + 1] = value
-        elif not any(word.startswith(f"{option}=") for word in words):
-            words += [option, value]
-    words = ["--resume=auto" if word.startswith("--resume=") else word for word in words]
-    start = ["depthroute"]
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        processes = os.environ["LOCAL_WORLD_SIZE"]
-        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute"]
-    return shlex.join([*start, *words])
 
 
 class Watching:

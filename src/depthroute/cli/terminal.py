@@ -6,9 +6,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -66,6 +69,42 @@ def guard() -> None:
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
     sys.excepthook = _show_traceback
+
+
+_SILENT = {
+    "TQDM_DISABLE": "1",  # asked when tqdm is imported, by every bar that is not ours
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "LOGLEVEL": "ERROR",  # of lm-eval
+}
+_TALKATIVE = ("torch", "transformers", "datasets", "huggingface_hub", "lm_eval", "fsspec", "httpx")
+
+
+@contextmanager
+def quiet(*, verbose: bool) -> Iterator[None]:
+    """Only this program speaks: other libraries' errors are shown, not their warnings and bars.
+
+    What a user has asked them for in the environment or with ``python -W`` stays.
+    """
+    if verbose:
+        yield
+        return
+    silent = {name: value for name, value in _SILENT.items() if name not in os.environ}
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    os.environ.update(silent)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", append=True)
+            for logger in loggers:
+                logger.setLevel(max(logger.level, logging.ERROR))
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for name in silent:
+            os.environ.pop(name, None)
 
 
 _plain_format = warnings.formatwarning

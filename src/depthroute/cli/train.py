@@ -17,7 +17,6 @@ from depthroute.cli.options import (
     Tokenizer,
     Watching,
     assigned,
-    resume_command,
 )
 from depthroute.cli.terminal import notes, output, print_json
 
@@ -99,14 +98,12 @@ def _run(
 ) -> None:
     """With progress on stderr, so that stdout holds the result alone."""
     changes, out = options.changes(), options.directory(command)
-    import transformers
-
     from depthroute.diagnostics import look
+    from depthroute.runs.listing import resume_command
     from depthroute.train.launch import Request
     from depthroute.train.loop import Interrupted
 
     is_main = os.environ.get("RANK", "0") == "0"
-    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     aside = notes(quiet=not is_main)
     with Watching(aside) as watching:
         request = Request(
@@ -120,6 +117,7 @@ def _run(
             wandb=options.wandb,
             watch=watching.watch(),
             look=look,
+            options=options.chosen.text(out),
             **source,
         )
         try:
@@ -127,7 +125,8 @@ def _run(
         except Interrupted as stopped:
             watching.end()
             aside.print(f"stopped after step {stopped.step}, saved; resume with:")
-            aside.print(f"  {resume_command(out)}")
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            aside.print(f"  {resume_command(out, command, processes=processes)}")
             raise typer.Exit(128 + stopped.signal) from None
     if not is_main:
         return

@@ -1,6 +1,6 @@
 """From what a user asks for to a finished run directory: ``train`` and ``finetune``.
 
-RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
+RUN/run.toml, config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class Request(TextSource):
     watch: Watch = Watch()
     look: Look | None = None
     """At the trained model, as in a comparison."""
+    options: str = ""
+    """As a run file, which the run directory keeps."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +319,7 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
 
 def _open_run(request: Request, config: dict[str, Any]) -> tuple[RunDirectory, bool]:
     """The run, and whether it was there already and goes on."""
-    run, is_resumed = open_run(request.out, resume=request.resume)
+    run, is_resumed = open_run(request.out, resume=request.resume, options=request.options)
     if is_resumed:
         refuse_another(run, config)
     else:
