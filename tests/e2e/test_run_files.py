@@ -244,7 +244,9 @@ def test_runs_are_listed_with_their_state_and_how_to_go_on(depthroute, place):
     begun("runs/killed", step(0), validation, step(1))
     begun("runs/lost", step(0), diverged)
     begun("runs/deeper/old", step(0)).path.joinpath("run.toml").unlink()
-    rows = [{"method": name, "validation_loss": {"mean": x}} for name, x in (("a", 2.0), ("b", 1.0))]
+    rows = [
+        {"method": name, "validation_loss": {"mean": x}} for name, x in (("a", 2.0), ("b", 1.0))
+    ]
     begun("runs/both", kind="compare", summary={"is_complete": True, "steps": 10, "rows": rows})
     begun("runs/odd")
     Path("runs/odd/config.json").write_text("{")

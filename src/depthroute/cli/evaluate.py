@@ -178,7 +178,8 @@ def _table(rows: list[dict[str, Any]], version: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption=f"zero-shot, scored by lm-eval {version}; ± is its standard error",
+        caption=f"zero-shot, scored by lm-eval {version}"
+        + ("; ± is its standard error" if any(row["standard_error"] for row in rows) else ""),
         caption_justify="left",
     )
     for name in ("task", "metric"):

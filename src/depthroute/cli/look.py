@@ -211,11 +211,14 @@ def report(
     if as_json:
         print_json(data)
         return
+    from depthroute.diagnostics.finding import finding
+    from depthroute.runs.display import number_of
+
     console = output()
     size = out.stat().st_size / 1024
-    counts = (("method", len(data["series"])), ("run", len(data["runs"])))
-    words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]
-    console.print(" of ".join(words))
+    methods, count = (len(data[name]) for name in ("series", "runs"))
+    console.print(f"{number_of(methods, 'method')} of {number_of(count, 'run')}")
+    console.print(finding(data))
     console.print(f"written: {out} ({size:,.0f} KiB)")
     if written:
         console.print(f"written: {len(written)} figures in {figures}")
