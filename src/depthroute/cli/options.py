@@ -12,6 +12,7 @@ from rich.console import Console
 
 from depthroute.cli.app import Device, TrustRemoteCode
 from depthroute.cli.run_file import Chosen, ConfigFile
+from depthroute.cli.terminal import models_report
 from depthroute.errors import ConfigError, unknown
 from depthroute.methods import NAMES, parse_assignments
 
@@ -224,20 +225,26 @@ def refuse_twice(
 class Watching:
     """Two bars one after the other: tokens made, steps taken."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, first: str = "") -> None:
         from depthroute.runs.display import training_bar
 
+        self.first = first
+        """What the first step does besides."""
         self.console, self.bar = console, training_bar(console)
         self.task: Any = None
+        self.loading: Any = None
 
     def __enter__(self) -> Self:
+        self._models = models_report(self._loaded)
+        self._models.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._models.__exit__(None, None, None)
         self.end()
 
     def end(self) -> None:
-        if self.task is not None:  # a bar that never began would end in an empty line
+        if self.bar.tasks:  # a bar that never began would end in an empty line
             self.bar.stop()
 
     def watch(self) -> Any:
@@ -259,7 +266,17 @@ class Watching:
         if self.task is not None:
             self.bar.remove_task(self.task)
         self.bar.start()
-        self.task = self.bar.add_task("step", total=steps, completed=first, status="")
+        self.task = self.bar.add_task("step", total=steps, completed=first, status=self.first)
+
+    def _loaded(self, part: str, done: int, total: int | None) -> None:
+        """A line below the other for as long as it lasts."""
+        if self.loading is None:
+            self.bar.start()
+            self.loading = self.bar.add_task(part, total=total or 1, status="")
+        self.bar.update(self.loading, description=part, completed=done, total=total or 1)
+        if done == total:
+            self.bar.remove_task(self.loading)
+            self.loading = None
 
     def _stepped(self, result: Any, memory: int) -> None:
         from depthroute.runs.display import training_status

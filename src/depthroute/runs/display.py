@@ -52,11 +52,14 @@ def training_bar(console: Console) -> Progress:
 
 
 def measuring_bar(console: Console) -> Progress:
-    """What is being measured; gone when it is done, since the result says it all."""
+    """What is being done, for how long, and the time left where that is known; gone when it is
+    done, since the result says it all."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         TimeElapsedColumn(),
+        TextColumn("left", markup=False),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
     )
