@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -73,7 +74,9 @@ SPREAD = {
 """What the caption of the curves says of the spread, by whether every run has a single seed."""
 
 
-def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict[str, Any]:
+def write_report(
+    paths: Sequence[files.StrPath], out: files.StrPath, title: str | None = None
+) -> dict[str, Any]:
     """Write the page; returns the data it shows."""
     data = collect(paths)
     drawn = figures(data)
@@ -85,7 +88,7 @@ def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict
     return data
 
 
-def write_figures(paths: list[Path], folder: Path) -> list[Path]:
+def write_figures(paths: Sequence[files.StrPath], folder: Path) -> list[Path]:
     """Every figure of the report as an SVG file."""
     written = []
     try:

@@ -62,6 +62,7 @@ def measuring_bar(console: Console) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # elsewhere it would leave an empty line
     )
 
 
