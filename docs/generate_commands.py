@@ -8,9 +8,11 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import typer
 from typer.models import ArgumentInfo
 
 from depthroute.cli import app
+from depthroute.cli.app import with_settings
 
 PAGE = Path(__file__).parent / "commands.md"
 HEAD = """# Commands
@@ -18,8 +20,32 @@ HEAD = """# Commands
 Generated from the code by `python docs/generate_commands.py`; a test keeps it up to date. Every
 command exits with status 0, or with 2 and a one-line error that says what to change; `bench` exits
 with 1 if anything it checked or measured failed, after the rest. With `--json` the result alone is
-on standard output; progress is on standard error. `python -m depthroute` is the same program, and
-`depthroute --version` prints its version.
+on standard output; progress is on standard error, and what other libraries have to say is left out
+unless `--verbose`. `python -m depthroute` is the same program, `depthroute --version` prints its
+version, and `depthroute --install-completion` teaches your shell to complete its commands, options,
+presets and methods.
+
+Every option of `train`, `finetune` and `compare` may stand in a file, `--config run.toml`: a key is
+an option without its dashes, `--set`, `--routing` and `--model` are tables, and paths are as on the
+command line, from where it is called. What is typed comes before what the file says, setting by
+setting, and a key that is no option is refused.
+
+    data = "book.txt"
+    preset = "tiny"
+    method = "delta-block"
+    steps = 500
+    out = "runs/book"
+
+    [set]
+    lr = 3e-3
+    batch_size = 16
+
+    [model]
+    num_hidden_layers = 4
+
+The run directory keeps the whole of it, file and command line together, as `run.toml`: it starts
+the same run again with `--config runs/book/run.toml --out runs/again`, and goes on with
+`--config runs/book/run.toml --resume auto`.
 """
 WORDS = {str: "TEXT", int: "INT", float: "FLOAT", Path: "PATH"}
 
@@ -39,6 +65,9 @@ def named_commands() -> dict[str, Any]:
     """Every command under the name it is called by, such as ``train`` or ``bench step``."""
     found = {c.name or c.callback.__name__: c for c in app.registered_commands if c.callback}
     for group in app.registered_groups:
+        alone = group.typer_instance.registered_callback  # what the group does without a command
+        if alone is not None and alone.callback is not None:
+            found[group.name] = alone
         for c in group.typer_instance.registered_commands:
             found[f"{group.name} {c.name or c.callback.__name__}"] = c
     return found
@@ -48,6 +77,8 @@ def _section(name: str, command: Any) -> str:
     hints = typing.get_type_hints(command.callback, include_extras=True)
     usage, rows = ["depthroute", name], []
     for parameter in inspect.signature(command.callback).parameters.values():
+        if hints[parameter.name] is typer.Context:
+            continue
         kind, info = typing.get_args(hints[parameter.name])
         kind, is_list = _plain(kind)
         is_required = parameter.default is inspect.Parameter.empty
@@ -62,7 +93,7 @@ def _section(name: str, command: Any) -> str:
         is_off = parameter.default is None or parameter.default is False
         default = "" if is_off else f"`{parameter.default}`"
         default = "required" if is_required else default
-        meaning = " ".join((info.help or "").split()).replace("|", "\\|")
+        meaning = " ".join((with_settings(info.help) or "").split()).replace("|", "\\|")
         rows.append(f"| `{spelled}` | {default} | {meaning} |")
     lines = [f"## {name}", "", f"    {' '.join(usage)} [OPTIONS]", ""]
     lines += [inspect.cleandoc(command.callback.__doc__), "", inspect.cleandoc(command.epilog), ""]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from depthroute import nn, ops
     from depthroute.config import RoutingConfig
     from depthroute.diagnostics.importance import importance
+    from depthroute.diagnostics.run import Run
     from depthroute.diagnostics.trace import Trace, trace
     from depthroute.models.adapter import load_adapter
     from depthroute.models.convert import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Plan": "depthroute.plan",
     "RoutingConfig": "depthroute.config",
+    "Run": "depthroute.diagnostics.run",
     "Trace": "depthroute.diagnostics.trace",
     "IdentityError": "depthroute.models.convert",
     "IdentityReport": "depthroute.models.convert",

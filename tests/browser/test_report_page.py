@@ -117,7 +117,7 @@ def test_hovering_a_cell_shows_its_weight_for_every_method(page):
     for number in range(tabs.count()):
         tabs.nth(number).click()
         name = tabs.nth(number).get_attribute("data-shows")
-        shown = page.locator("#panel-maps figure:visible svg")
+        shown = page.locator("#panel-maps figure svg:visible")
         assert shown.count() == 1 and shown.get_attribute("id") == name
         grid = page.data["hover"][name]["maps"][0]
         trace = page.data["series"][int(name[4:])]["trace"]
@@ -165,7 +165,11 @@ def test_pointing_at_the_legend_picks_a_method_out(page):
 
 def test_no_labels_of_an_axis_touch(page):
     """Per drawing and line of text; the numbers in the cells and the legend included."""
-    touching = page.evaluate(
+    assert touching_words(page) == []
+
+
+def touching_words(page):
+    return page.evaluate(
         """() => [...document.querySelectorAll("figure:not([hidden]) svg")].flatMap((svg) => {
           const boxes = [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBBox()]);
           const found = [];
@@ -177,7 +181,96 @@ def test_no_labels_of_an_axis_touch(page):
           return found;
         })"""
     )
-    assert touching == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 768, 1280])
+def test_everything_is_seen_and_read_at_every_width(page, width, scheme):
+    """Nothing is cut off, no words touch, nothing is too small to read or too faint to see."""
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 900})
+    try:
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        assert touching_words(page) == []
+        assert page.locator(".finding").bounding_box()["y"] < 300
+        pictures = boxes(page, "figure:not([hidden]) svg")
+        assert len(pictures) >= 4
+        for name, left, right in pictures:
+            assert left >= 0 and right <= width
+            assert name.endswith("-narrow") == (width == 390)
+        smallest, faintest = page.evaluate(READABILITY)
+        assert smallest >= 6.4, "on a desktop as drawn, on a phone larger"
+        assert width > 390 or smallest >= 9
+        assert faintest >= 3.0
+        if width == 390:
+            cells = boxes(page, "#panel-results td")
+            assert cells and all(left >= 0 and right <= width for _, left, right in cells)
+            facet = page.data["hover"]["curves-narrow"]["facets"][0]
+            x, y, wide, high = facet["box"]
+            tip = point_at(page, "#curves-narrow", x + wide, y + high / 2)
+            box = tip.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+            page.mouse.move(2, 2)
+    finally:
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 1180, "height": 1000})
+
+
+def boxes(page, selector):
+    """Name, left and right of all that is seen."""
+    return page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)]
+          .filter((e) => e.checkVisibility())
+          .map((e) => [e.id, e.getBoundingClientRect().left, e.getBoundingClientRect().right])""",
+        selector,
+    )
+
+
+READABILITY = """() => {
+  const light = (color) => {
+    const [r, g, b] = color.match(/[\\d.]+/g).map(Number).map((v) => v / 255)
+      .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  let smallest = 99, faintest = 99;
+  for (const text of document.querySelectorAll(
+      "figure:not([hidden]) svg text.soft, figure:not([hidden]) svg text.ink, p, td")) {
+    if (!text.checkVisibility()) continue;
+    const style = getComputedStyle(text);
+    const scale = text.ownerSVGElement ? text.getScreenCTM().a : 1;
+    smallest = Math.min(smallest, parseFloat(style.fontSize) * scale);
+    const own = light(text.ownerSVGElement ? style.fill : style.color);
+    faintest = Math.min(faintest, (Math.max(own, page) + 0.05) / (Math.min(own, page) + 0.05));
+  }
+  return [smallest, faintest];
+}"""
+
+
+def test_a_point_and_a_name_lead_to_their_run(page):
+    """A click on a chart shows the run of the nearest line; so does the run's name in the table."""
+    facet = page.data["hover"]["curves"]["facets"][0]
+    x, y, width, height = facet["box"]
+    low, high = facet["y_range"]
+    for line in (facet["lines"][0], facet["lines"][-1]):
+        share = 1 - (line["y"][-1] - low) / (high - low)
+        point_at(page, "#curves", x + width, y + height * share)
+        page.mouse.down()
+        page.mouse.up()
+        target = page.evaluate("location.hash")
+        runs = {
+            page.data["series"][n["series"]]["run"]
+            for n in facet["lines"]
+            if abs(n["y"][-1] - line["y"][-1]) < 1e-3 * (high - low)
+        }
+        assert int(target.removeprefix("#run-")) in runs
+        name = page.data["runs"][int(target.removeprefix("#run-"))]["name"]
+        assert name in page.locator(target).text_content()
+        assert page.locator(target).is_visible()
+    if len(page.data["runs"]) > 1:
+        page.locator("#panel-results td.run a").last.click()
+        last = page.data["series"][-1]["run"]
+        assert page.evaluate("location.hash") == f"#run-{last}"
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -155,8 +156,9 @@ def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
-    assert "saved; resume with:\n  depthroute train --data" in err
-    status, _, err = depthroute("train", *cut)
+    command = err.partition("saved; resume with:\n  depthroute ")[2].splitlines()[0]
+    assert command.startswith("train --config ") and command.endswith(" --resume auto")
+    status, _, err = depthroute(*shlex.split(command))
     assert status == 0, err
     status, _, err = depthroute("train", *arguments, "--out", tmp_path / "straight")
     assert status == 0, err
@@ -196,6 +198,31 @@ def test_finetune_converts_and_trains_with_the_published_rates(
     assert AutoTokenizer.from_pretrained(out / "model")("The depth").input_ids
     (trace,) = RunDirectory(out).read_json("traces.json")["traces"]
     assert trace["sites"] and all(s["gradient_rms"] > 0 for s in trace["sublayers"])
+    tells_the_story(out, printed, err, base, texts)
+
+
+def tells_the_story(out, printed, err, base, texts):
+    """Identity before the first step, validation before and after, what changed, what to do."""
+    summary = RunDirectory(out).read_json("summary.json")
+    assert summary["identity"]["max_difference"] < 1e-5
+    assert err.index("identity over") < err.index("validation loss before the first step")
+    first = next(r for r in RunDirectory(out).records() if r["event"] == "validation")
+    assert first["step"] == 0 and first["loss"] == summary["validation_loss_before"]
+    assert f"before the first step it was {first['loss']:.4f}: a change of " in printed
+    start = RunDirectory(out).read_json("start.json")["trace"]
+    (end,) = RunDirectory(out).read_json("traces.json")["traces"]
+    for change in summary["routing"]["changed_most"]:
+        before, after = (
+            next(s["weights"] for s in t["sites"] if s["name"] == change["site"])
+            for t in (start, end)
+        )
+        moved = sum(abs(b - a) for a, b in zip(before, after, strict=True)) / 2
+        assert change["moved"] == pytest.approx(moved) and 0 < moved < 1
+        assert f"{change['site']}: {moved:.1%} of its weight lies elsewhere" in printed
+    assert "routing: normalised max weight" in printed
+    commands = printed.partition("next:\n")[2].splitlines()
+    assert [line.split()[1] for line in commands] == ["report", "inspect", "generate", "eval"]
+    assert str(texts) in commands[1]
 
 
 @pytest.mark.parametrize(
@@ -290,9 +317,16 @@ def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, tex
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert f"--out {out} --resume auto" in err
-    status, _, err = depthroute("compare", *options, "--out", out, "--resume", "auto")
+    status, _, err = depthroute(*shlex.split(err.partition("  depthroute ")[2].splitlines()[0]))
     assert status == 0, err
     status, _, err = depthroute("compare", *options, "--out", tmp_path / "straight")
     assert status == 0, err
     assert losses(out) == losses(tmp_path / "straight")
     assert not (out / "checkpoints").exists()
+
+
+def test_commands_say_nothing_but_their_own_words(tmp_path, base):
+    """No bars, warnings or log lines of other libraries, which --verbose asks for."""
+    process = start("convert", "--base", base, "--method", "delta", "--out", tmp_path / "routed")
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0 and err == "" and "identity over" in out

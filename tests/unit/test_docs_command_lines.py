@@ -76,7 +76,8 @@ def check(line, is_whole):
         return check_script(*words, is_whole=is_whole)
     command, words = command_named_by(words)
     if is_whole:
-        assert not hasattr(command, "commands"), f"{line!r} names a group without a command of it"
+        needs_command = hasattr(command, "commands") and not command.invoke_without_command
+        assert not needs_command, f"{line!r} names a group without a command of it"
         command.make_context(command.name, words)
     elif words:
         context = command.context_class(command, info_name=command.name)

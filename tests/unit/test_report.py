@@ -63,7 +63,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(deep):
     _, _, text = deep
     page = Page(text)
     assert len(set(page.ids)) == len(page.ids)
-    assert page.links == []
+    assert page.links and all(link[1:] in page.ids for link in page.links)  # within the page
     assert "{{" not in text
     assert not re.search(r"@import|url\((?!#)", text)
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
@@ -76,7 +76,9 @@ def test_every_panel_is_there(deep):
         is_drawn = name not in ("sweep", "ladder")  # a comparison at one value and size has none
         assert (f"panel-{name}" in page.ids) == is_drawn
     assert {"curves", "sharpness", "magnitudes", "cost"} <= set(page.ids)
-    assert sum(name.startswith("map-") for name in page.ids) == 5  # standard chooses nothing
+    maps = [name for name in page.ids if name.startswith("map-")]
+    assert len(maps) == 10  # standard chooses nothing; each is drawn wide and narrow
+    assert sum(name.endswith("-narrow") for name in maps) == 5
 
 
 def test_the_embedded_data_are_the_runs(deep):
@@ -280,8 +282,9 @@ def test_the_lowest_loss_is_marked_among_runs_on_the_same_text_only(tmp_path):
     edit(other / "config.json", lambda c: c | {"data": {"name": "other", "baselines": {}}})
     write_report([*runs, other], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert len(re.findall('<td class="best">', page)) == 1
-    assert re.search('x0-skip</td><td class="run">c</td><td class="best">', page) is None
+    assert len(re.findall('<td class="best"', page)) == 1
+    row = re.search(r"<tr>(?:(?!</tr>).)*x0-skip</td>(.*?)</tr>", page)[1]
+    assert ">c</a></td>" in row and 'class="best"' not in row
 
 
 def test_runs_that_differ_in_methods_alone_share_their_settings(tmp_path):
@@ -290,7 +293,9 @@ def test_runs_that_differ_in_methods_alone_share_their_settings(tmp_path):
     edit(again / "config.json", lambda c: c | {"methods": {"delta": {"method": "other"}}})
     write_report([*runs, again], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert page.count("<h3>Training</h3>") == 1 and "<b>a, b, c</b>" in page
+    assert page.count("<h3>Training</h3>") == 1 and page.count("<h3>Methods</h3>") == 1
+    for number, name in enumerate("abc"):
+        assert f'<span id="run-{number}"><b>{name}</b> <code>{tmp_path / name}</code>' in page
     assert "<td>delta · c</td><td>method other</td>" in page
 
 

@@ -117,7 +117,7 @@ def test_an_unfinished_run_gives_the_page_of_what_there_is(run, tmp_path):
         (run / "metrics.jsonl").write_text("".join(lines[:count]))
         write_report([run], tmp_path / "page.html")
         page = (tmp_path / "page.html").read_text()
-        assert "<b>run</b> (unfinished)" in page
+        assert "<b>run</b></a> (unfinished)" in page
         validated = any('"validation"' in line for line in lines[:count])
         assert validated or "not validated yet" in page
     assert "No run was validated yet" not in page

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import io
 import json
 import re
@@ -12,6 +13,7 @@ from rich.console import Console
 from tests.runs import write_run
 
 from depthroute.diagnostics.figures import figures, palette
+from depthroute.diagnostics.finding import finding
 from depthroute.diagnostics.report import write_report
 from depthroute.runs.display import comparison_table
 from depthroute.runs.summary import summarise
@@ -296,3 +298,63 @@ def test_the_policy_allows_the_pages_own_style_and_script_and_nothing_else(tmp_p
     assert page.index("Content-Security-Policy") < page.index("<title>")
     body = page[page.index("<body>") : page.index("<script>")]
     assert not re.search(r"<[^>]*\s(style|on\w+)=", body)  # the policy would refuse them
+
+
+@pytest.mark.parametrize(
+    ("losses", "seeds", "words"),
+    [
+        (
+            {"standard": [2.0, 2.1, 1.9], "delta": [1.8, 1.9, 1.71]},
+            3,
+            "delta has the lowest loss of 2 models, 1.8033 nats per byte: 0.1967 below standard",
+        ),
+        ({"standard": [2.0, 2.1, 1.9], "delta": [1.8, 1.9, 1.71]}, 3, "Likely real: over 3 seeds"),
+        ({"standard": [2.0, 2.1], "delta": [1.8, 2.09]}, 2, "It may be chance: over 2 seeds"),
+        ({"standard": [2.0], "delta": [1.8]}, 1, "One seed: how much of it is chance is not known"),
+        ({"standard": [1.5], "delta": [1.8]}, 1, "no routing is below it, the nearest is delta"),
+        ({"delta": [1.5], "x0-skip": [1.8]}, 1, "Without standard beside it"),
+        ({"delta": [1.5]}, 1, "There is nothing beside it to compare it with."),
+    ],
+)
+def test_the_page_begins_with_what_was_found_and_how_sure_it_is(tmp_path, losses, seeds, words):
+    run = write_run(tmp_path / "run", tuple(losses), seeds=tuple(range(seeds)))
+    by_seed = {(m, n): loss for m, many in losses.items() for n, loss in enumerate(many)}
+    lines = [
+        r | {"loss": by_seed[r["method"], r["seed"]]} if r["event"] == "validation" else r
+        for r in records(run)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    data, _, _ = report(tmp_path, run)
+    page = (tmp_path / "page.html").read_text()
+    assert words in finding(data)
+    assert finding(data) in html.unescape(page.partition('<p class="finding">')[2])
+
+
+def test_the_first_sentence_does_not_hide_divergence_other_data_or_an_unfinished_run(tmp_path):
+    run = write_run(tmp_path / "run", ("standard", "delta", "x0-skip"))
+    diverge(run, "x0-skip", 0, 20)
+    data, _, _ = report(tmp_path, run)
+    assert "lowest loss of 2 models" in finding(data) and "Diverged: x0-skip." in finding(data)
+    cut = write_run(tmp_path / "cut", ("standard", "delta"))
+    edit(cut / "config.json", lambda c: c | {"train": c["train"] | {"steps": 400}})
+    data, _, _ = report(tmp_path, cut)
+    assert finding(data).endswith("The run is not finished, so this may change.")
+    other = write_run(tmp_path / "other", ("delta",))
+    edit(other / "config.json", lambda c: c | {"data": {"name": "other", "baselines": {}}})
+    data, _, _ = report(tmp_path, run, other)
+    assert "are not compared with it" in finding(data)
+    apart = [write_run(tmp_path / m, (m,)) for m in ("standard", "delta")]
+    data, _, _ = report(tmp_path, *apart)
+    assert "They are of different runs, so how much of it is chance is not known." in finding(data)
+    (cut / "metrics.jsonl").write_text("")
+    data, _, _ = report(tmp_path, cut)
+    assert finding(data).startswith("No method has a validation loss yet.")
+
+
+def test_plus_and_minus_is_explained_in_the_terminal_only_where_it_is_shown(tmp_path):
+    for seeds in ((0,), (0, 1)):
+        run = write_run(tmp_path / f"{len(seeds)}", ("standard", "delta"), seeds=seeds)
+        summary = summarise(json.loads((run / "config.json").read_text()), records(run))
+        page = io.StringIO()
+        Console(file=page, width=300).print(comparison_table(summary))
+        assert page.getvalue().count("±") == (0 if len(seeds) == 1 else 4)

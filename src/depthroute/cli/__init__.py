@@ -5,7 +5,18 @@ inside the commands, so that `--help` is quick; so are annotations that are no s
 be compiled anew at every start.
 """
 
-from depthroute.cli import about, bench, compare, convert, evaluate, look, plan, serve, train
+from depthroute.cli import (
+    about,
+    bench,
+    compare,
+    convert,
+    evaluate,
+    look,
+    plan,
+    runs,
+    serve,
+    train,
+)
 from depthroute.cli.app import app, main
 
 __all__ = [
@@ -18,6 +29,7 @@ __all__ = [
     "look",
     "main",
     "plan",
+    "runs",
     "serve",
     "train",
 ]

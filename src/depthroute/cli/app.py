@@ -9,29 +9,66 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from depthroute._version import __version__
-from depthroute.cli.terminal import guard
+from depthroute.cli.run_file import Chosen, keys, over_file
+from depthroute.cli.terminal import guard, quiet
 from depthroute.errors import DepthrouteError
 from depthroute.visible import visible_line
+
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Also what other libraries have to say: their warnings and bars."
+    ),
+]
+
+
+class Command(TyperCommand):
+    """A command whose help names settings that take a moment to import, once it is asked for."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for parameter in self.params:
+            parameter.help = with_settings(getattr(parameter, "help", None))  # pyright: ignore
+        super().format_help(ctx, formatter)
+
+
+def with_settings(text: str | None) -> str | None:
+    """A help text with the names of the settings that ``{set}`` or ``{routing}`` stands for."""
+    if text is None or "{" not in text:
+        return text
+    from depthroute.config import RoutingConfig
+    from depthroute.train.settings import TrainSettings
+
+    names = {
+        "set": [f.name for f in fields(TrainSettings)],
+        "routing": [f.name for f in fields(RoutingConfig) if f.name != "method"],
+    }
+    return text.format(**{key: ", ".join(listed) for key, listed in names.items()})
 
 
 class Commands(typer.Typer):
     """Commands whose options may come in groups: a parameter that is a dataclass stands for an
-    option a field. Every path may start at ``~``: a shell leaves that in ``--out=~/run``."""
+    option a field. Every path may start at ``~``: a shell leaves that in ``--out=~/run``. All are
+    quiet about what other libraries say, unless ``--verbose``."""
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        register = super().command(*args, **kwargs)
+        register = super().command(*args, **({"cls": Command} | kwargs))
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             parameters, groups = _options(function)
 
             @functools.wraps(function)
-            def run(**values: Any) -> Any:
+            def run(context: typer.Context, verbose: bool, **values: Any) -> Any:
+                values = over_file(context, values)
                 values = {name: _at_home(value) for name, value in values.items()}
+                chosen = _chosen(context, values)
                 for name, group in groups.items():
-                    values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
-                return function(**values)
+                    own = {f.name: values.pop(f.name, chosen) for f in fields(group)}
+                    values[name] = group(**own)
+                with quiet(verbose=verbose):
+                    return function(**values)
 
             run.__signature__ = inspect.Signature(parameters)  # pyright: ignore
             run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -41,24 +78,34 @@ class Commands(typer.Typer):
         return decorate
 
 
+def _chosen(context: typer.Context, values: dict[str, Any]) -> Chosen:
+    known = {key: values[p.name] for key, p in keys(context).items() if p.name in values}
+    return Chosen(context.command.name or "", known)
+
+
 def _options(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], dict[str, Any]]:
     """An option each, with the fields of a group in its place; and the groups by parameter."""
-    parameters, groups = [], {}
     hints = get_type_hints(function, include_extras=True)
+    empty, groups = inspect.Parameter.empty, {}
+    members: list[tuple[str, Any, Any]] = [("context", empty, typer.Context)]
     for parameter in inspect.signature(function).parameters.values():
         kind = hints[parameter.name]
         if is_dataclass(kind):
             groups[parameter.name], inner = kind, get_type_hints(kind, include_extras=True)
-            members = [(f.name, f.default, inner[f.name]) for f in fields(kind)]
+            members += [(f.name, f.default, inner[f.name]) for f in fields(kind)]
         else:
-            members = [(parameter.name, parameter.default, kind)]
-        for name, default, annotation in members:
-            default = inspect.Parameter.empty if default is MISSING else default
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-            )
+            members.append((parameter.name, parameter.default, kind))
+    members.append(("verbose", False, Verbose))
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if default is MISSING else default,
+            annotation=annotation,
+        )
+        for name, default, annotation in members
+        if annotation is not Chosen
+    ]
     return parameters, groups
 
 
@@ -75,13 +122,22 @@ def _at_home(value: Any) -> Any:
 app = Commands(
     help="Learned routing over depth for Transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 
+
+def _presets(incomplete: str) -> list[str]:
+    from depthroute.presets import PRESETS
+
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
 Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:N.")]
-Preset = Annotated[str, typer.Option(help="Model shape; see `depthroute presets`.")]
+Preset = Annotated[
+    str,
+    typer.Option(help="Model shape; see `depthroute presets`.", autocompletion=_presets),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 TrustRemoteCode = Annotated[
     bool,

@@ -1,7 +1,6 @@
 """`depthroute compare`."""
 
 from contextlib import closing
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +9,7 @@ from depthroute.cli.app import AsJson, Preset, app
 from depthroute.cli.options import (
     DATA,
     METHODS,
+    Begin,
     RunOptions,
     Shape,
     SweepOptions,
@@ -17,7 +17,6 @@ from depthroute.cli.options import (
     Tokenizer,
     Watching,
     assigned,
-    resume_command,
 )
 from depthroute.cli.terminal import PlainConsole, notes, print_json
 from depthroute.errors import ConfigError
@@ -61,6 +60,12 @@ def compare(
     where it was. `--ladder 2.5M,8M` does all of it at several sizes.
     """
     changes, out = options.changes(), options.directory("compare")
+
+    def begin() -> tuple[Any, bool]:
+        from depthroute.runs.directory import open_run
+
+        return open_run(out, resume=options.is_resumed, options=options.chosen.text(out))
+
     swept.check(equal, changes)
     if data is None and (tokenizer is not None or text != TextOptions()):
         raise ConfigError("options that say how text is read need the text; add --data")
@@ -90,9 +95,7 @@ def compare(
 
         if precompile:
             raise ConfigError("--precompile is for one size; leave it out with --ladder")
-        run, summary = run_ladder(
-            preset, shape, make, source, swept, changes, out, resume=options.is_resumed
-        )
+        run, summary = run_ladder(preset, shape, make, source, swept, changes, begin)
         _finish(run, summary, as_json)
         return
     comparison = make(shape, changes, source)
@@ -101,17 +104,18 @@ def compare(
 
         compile_ahead(comparison, precompile, notes().print)
     if swept.sweep is None:
-        run, summary = _run_comparison(comparison, out, resume=options.is_resumed)
+        run, summary = _run_comparison(comparison, begin)
     else:
         from depthroute.cli.sweep import run_sweep
 
-        run, summary = run_sweep(comparison, out, swept, changes, resume=options.is_resumed)
+        run, summary = run_sweep(comparison, begin, swept, changes)
     _finish(run, summary, as_json)
 
 
 def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
     """The result, and how the command ends."""
     from depthroute.runs.display import comparison_table, ladder_table, sweep_table
+    from depthroute.runs.listing import resume_command
     from depthroute.runs.sweep import refuse_edges
 
     sizes = summary.get("summaries", [summary])
@@ -128,21 +132,20 @@ def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
     aside.print(f"run directory: {run.path}")
     if summary["signal"] is not None:
         aside.print("interrupted: the table holds what was finished; go on with:")
-        aside.print(f"  {resume_command(run.path)}")
+        aside.print(f"  {resume_command(run.path, 'compare')}")
         raise typer.Exit(128 + summary["signal"])
     for one in sizes:
         refuse_edges(one.get("sweep", {"methods": {}}))
 
 
-def _run_comparison(comparison: Any, out: Path, *, resume: bool) -> tuple[Any, dict[str, Any]]:
+def _run_comparison(comparison: Any, begin: Begin) -> tuple[Any, dict[str, Any]]:
     """With a progress bar on stderr, so that stdout holds the result alone."""
     from depthroute.diagnostics import look
-    from depthroute.runs.directory import open_run
     from depthroute.runs.display import progress_bar
     from depthroute.train.compare import run_comparison
     from depthroute.train.loop import Progress
 
-    run, is_resumed = open_run(out, resume=resume)
+    run, is_resumed = begin()
     console = notes()
     with closing(run), progress_bar(console) as bar:
         # rounds, not steps: with equal time methods take different numbers of steps

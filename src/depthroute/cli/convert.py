@@ -9,7 +9,7 @@ import typer
 from depthroute.checks import check_number
 from depthroute.cli.app import AsJson, TrustRemoteCode, app
 from depthroute.cli.options import RoutingOptions
-from depthroute.cli.terminal import notes, output, print_json
+from depthroute.cli.terminal import output, print_json, progress
 from depthroute.errors import ConfigError, DepthrouteError
 
 Base = Annotated[str, typer.Option(help="Folder or hub id of a Hugging Face causal LM.")]
@@ -74,7 +74,7 @@ def convert(
     chosen, largest = routing.chosen("delta"), drift.largest()
     from depthroute.models.command import convert_checkpoint
 
-    with notes().status("converting"):
+    with progress("converting"):
         result = convert_checkpoint(
             base,
             out,
@@ -113,13 +113,11 @@ def identity(
     """How far a routed model's logits are from its base's, in fp32."""
     from depthroute.models.command import compare_checkpoints
 
-    report = compare_checkpoints(
-        base,
-        routed,
-        text=PROBE if text is None else read_text(text),
-        num_tokens=tokens,
-        trust_remote_code=trust_remote_code,
-    )
+    content = PROBE if text is None else read_text(text)
+    with progress("measuring"):
+        report = compare_checkpoints(
+            base, routed, text=content, num_tokens=tokens, trust_remote_code=trust_remote_code
+        )
     if as_json:
         print_json(asdict(report))
     else:
@@ -135,7 +133,8 @@ def revert(
     """Write the plain model back; if its weights were not trained, bit for bit the original."""
     from depthroute.models.command import revert_checkpoint
 
-    revert_checkpoint(model, out, trust_remote_code=trust_remote_code)
+    with progress("reverting"):
+        revert_checkpoint(model, out, trust_remote_code=trust_remote_code)
     output().print(f"written: {out}")
 
 

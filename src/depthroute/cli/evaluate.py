@@ -1,6 +1,5 @@
 """`depthroute eval`: perplexity of a text and benchmark tasks."""
 
-import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from rich.table import Table
 from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
 from depthroute.cli.convert import read_text
 from depthroute.cli.look import Model, load
-from depthroute.cli.terminal import PlainConsole, notes, output, print_json
+from depthroute.cli.terminal import PlainConsole, output, print_json, progress
 from depthroute.errors import ConfigError
 
 
@@ -106,8 +105,8 @@ def evaluate(
         from depthroute.evaluate.tasks import harness_version
 
         result["lm_eval"] = harness_version()
-        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every default it takes
-    loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
+    with progress("loading the model"):
+        loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
     if content is not None:
         report = _measured(loaded, tokenizer, content, text, batch_size)
         result["perplexity"] = {"file": str(text.perplexity)} | asdict(report)
@@ -135,33 +134,26 @@ def _scores(
 ) -> list[dict[str, Any]]:
     from depthroute.evaluate.tasks import run_tasks
 
-    scores = run_tasks(
-        model,
-        tokenizer,
-        names,
-        data=tasks.task_data,
-        limit=tasks.limit,
-        batch_size=batch_size,
-        samples=tasks.samples,
-    )
+    with progress("tasks") as advance:
+        scores = run_tasks(
+            model,
+            tokenizer,
+            names,
+            data=tasks.task_data,
+            limit=tasks.limit,
+            batch_size=batch_size,
+            samples=tasks.samples,
+            progress=advance,
+        )
     return [score.to_dict() for score in scores]
 
 
 def _measured(
     model: Any, tokenizer: Any, content: str, options: PerplexityOptions, batch_size: int
 ) -> Any:
-    """With a progress bar on stderr."""
-    from rich.progress import Progress, TextColumn, TimeRemainingColumn
-
     from depthroute.evaluate.perplexity import text_perplexity
 
-    columns = (*Progress.get_default_columns()[:3], TextColumn("{task.fields[seen]} tokens left"))
-    with Progress(*columns, TimeRemainingColumn(), console=notes()) as bar:
-        task = bar.add_task("perplexity", total=None, seen="-")
-
-        def advance(seen: int, total: int) -> None:
-            bar.update(task, completed=seen, total=total, seen=f"{total - seen:,}")
-
+    with progress("perplexity") as advance:
         return text_perplexity(
             model,
             tokenizer,
@@ -178,7 +170,8 @@ def _table(rows: list[dict[str, Any]], version: str) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        caption=f"zero-shot, scored by lm-eval {version}; ± is its standard error",
+        caption=f"zero-shot, scored by lm-eval {version}"
+        + ("; ± is its standard error" if any(row["standard_error"] for row in rows) else ""),
         caption_justify="left",
     )
     for name in ("task", "metric"):

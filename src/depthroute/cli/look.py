@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
-from depthroute.cli.terminal import PlainConsole, for_stdout, notes, output, print_json
+from depthroute.cli.terminal import PlainConsole, for_stdout, output, print_json, progress
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
 
@@ -65,7 +65,7 @@ def inspect(
     if sites != "*" and not importance:
         raise ConfigError(f"--sites {sites!r} says where to look for --importance; add that")
     content = read_text(text)
-    with notes().status("running the model"):
+    with progress("running the model"):
         routed, tokenizer = load(
             model, device, needs_routing=True, trust_remote_code=trust_remote_code
         )
@@ -97,19 +97,10 @@ def inspect(
 
 
 def _importance(model: Any, ids: Any, sites: str, seen: Any) -> Any:
-    from rich.progress import Progress
-
     from depthroute.diagnostics import importance
 
-    with Progress(console=notes(), transient=True) as bar:
-        task = bar.add_task("without one source", total=None)
-        return importance(
-            model,
-            ids,
-            sites=sites,
-            seen=seen,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
+    with progress("without one source") as advance:
+        return importance(model, ids, sites=sites, seen=seen, progress=advance)
 
 
 @app.command(epilog='Example: `depthroute generate ./smol-delta --prompt "The depth of"`')
@@ -132,7 +123,7 @@ def generate(
 
     check_sampling(temperature, top_k, top_p, seed)
     start = _standard_input() if prompt == "-" else prompt
-    with notes().status("loading the model"):
+    with progress("loading the model"):
         loaded, tokenizer = load(model, device, trust_remote_code=trust_remote_code)
 
     def show(piece: str) -> None:
@@ -211,11 +202,14 @@ def report(
     if as_json:
         print_json(data)
         return
+    from depthroute.diagnostics.finding import finding
+    from depthroute.runs.display import number_of
+
     console = output()
     size = out.stat().st_size / 1024
-    counts = (("method", len(data["series"])), ("run", len(data["runs"])))
-    words = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]
-    console.print(" of ".join(words))
+    methods, count = (len(data[name]) for name in ("series", "runs"))
+    console.print(f"{number_of(methods, 'method')} of {number_of(count, 'run')}")
+    console.print(finding(data))
     console.print(f"written: {out} ({size:,.0f} KiB)")
     if written:
         console.print(f"written: {len(written)} figures in {figures}")

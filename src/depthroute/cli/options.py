@@ -1,9 +1,8 @@
 """What the commands that train share: groups of options, the bars they show, how to go on."""
 
 import os
-import shlex
-import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -12,6 +11,8 @@ import typer
 from rich.console import Console
 
 from depthroute.cli.app import Device, TrustRemoteCode
+from depthroute.cli.run_file import Chosen, ConfigFile
+from depthroute.cli.terminal import models_report
 from depthroute.errors import ConfigError, unknown
 from depthroute.methods import NAMES, parse_assignments
 
@@ -30,6 +31,8 @@ Shape = Annotated[
         "--model", help="Model setting key=value, such as num_hidden_layers=4. Repeatable."
     ),
 ]
+Begin = Callable[[], tuple[Any, bool]]
+"""Opens the run directory, once all is known to be well; and whether the run goes on."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,10 @@ class TextOptions:
 class RoutingOptions:
     method: Annotated[
         str | None,
-        typer.Option(help=f"{METHODS}. Left out, the preset's; delta for a pretrained model."),
+        typer.Option(
+            help=f"{METHODS}. Left out, the preset's; delta for a pretrained model.",
+            autocompletion=lambda incomplete: [n for n in NAMES if n.startswith(incomplete)],
+        ),
     ] = None
     num_blocks: Annotated[int | None, typer.Option(help="Blocks; left out, the method's own.")] = (
         None
@@ -75,7 +81,9 @@ class RoutingOptions:
     ] = None
     routing: Annotated[
         list[str] | None,
-        typer.Option("--routing", help="More routing settings, key=value. Repeatable."),
+        typer.Option(
+            "--routing", help="Routing setting key=value. Repeatable. Settings: {routing}."
+        ),
     ] = None
 
     def chosen(self, default: str | None = None) -> Any:
@@ -95,10 +103,14 @@ class RoutingOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
+    config: ConfigFile = None
     steps: Annotated[int | None, typer.Option(help="Steps; left out, the recipe's.")] = None
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Training setting key=value, such as lr=3e-3. Repeatable."),
+        typer.Option(
+            "--set",
+            help="Training setting key=value, such as lr=3e-3. Repeatable. Settings: {set}.",
+        ),
     ] = None
     out: Annotated[
         Path | None, typer.Option(help="Run directory; left out, runs/COMMAND-TIME.")
@@ -107,6 +119,7 @@ class RunOptions:
         str, typer.Option(help="never, or auto: go on from the newest checkpoint in --out if any.")
     ] = "never"
     device: Device = "auto"
+    chosen: Chosen = field(default_factory=lambda: Chosen("", {}))
 
     @property
     def is_resumed(self) -> bool:
@@ -256,39 +269,29 @@ def refuse_twice(
     return used | values
 
 
-def resume_command(out: Path) -> str:
-    """The command of this process, made to go on where it was."""
-    words = sys.argv[1:]
-    for option, value in (("--out", str(out)), ("--resume", "auto")):
-        if option in words:
-            words[words.index(option) + 1] = value
-        elif not any(word.startswith(f"{option}=") for word in words):
-            words += [option, value]
-    words = ["--resume=auto" if word.startswith("--resume=") else word for word in words]
-    start = ["depthroute"]
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        processes = os.environ["LOCAL_WORLD_SIZE"]
-        start = ["torchrun", "--nproc-per-node", processes, "-m", "depthroute"]
-    return shlex.join([*start, *words])
-
-
 class Watching:
     """Two bars one after the other: tokens made, steps taken."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, first: str = "") -> None:
         from depthroute.runs.display import training_bar
 
+        self.first = first
+        """What the first step does besides."""
         self.console, self.bar = console, training_bar(console)
         self.task: Any = None
+        self.loading: Any = None
 
     def __enter__(self) -> Self:
+        self._models = models_report(self._loaded)
+        self._models.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._models.__exit__(None, None, None)
         self.end()
 
     def end(self) -> None:
-        if self.task is not None:  # a bar that never began would end in an empty line
+        if self.bar.tasks:  # a bar that never began would end in an empty line
             self.bar.stop()
 
     def watch(self) -> Any:
@@ -310,7 +313,17 @@ class Watching:
         if self.task is not None:
             self.bar.remove_task(self.task)
         self.bar.start()
-        self.task = self.bar.add_task("step", total=steps, completed=first, status="")
+        self.task = self.bar.add_task("step", total=steps, completed=first, status=self.first)
+
+    def _loaded(self, part: str, done: int, total: int | None) -> None:
+        """A line below the other for as long as it lasts."""
+        if self.loading is None:
+            self.bar.start()
+            self.loading = self.bar.add_task(part, total=total or 1, status="")
+        self.bar.update(self.loading, description=part, completed=done, total=total or 1)
+        if done == total:
+            self.bar.remove_task(self.loading)
+            self.loading = None
 
     def _stepped(self, result: Any, memory: int) -> None:
         from depthroute.runs.display import training_status

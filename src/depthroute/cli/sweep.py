@@ -7,18 +7,17 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from depthroute.cli.options import SweepOptions
+from depthroute.cli.options import Begin, SweepOptions
 from depthroute.cli.terminal import notes
 
 
 def run_sweep(
-    comparison: Any, out: Path, options: SweepOptions, changes: dict[str, Any], *, resume: bool
+    comparison: Any, begin: Begin, options: SweepOptions, changes: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    from depthroute.runs.directory import open_run
     from depthroute.train import sweep as sweeping
 
     sweep = _prepared(comparison, options, changes)
-    run, is_resumed = open_run(out, resume=resume)
+    run, is_resumed = begin()
     with closing(run), _runner(options.jobs) as runner:
         return run, sweeping.run_sweep(sweep, run, runner, is_resumed=is_resumed)
 
@@ -30,14 +29,11 @@ def run_ladder(
     source: Any,
     options: SweepOptions,
     changes: dict[str, Any],
-    out: Path,
-    *,
-    resume: bool,
+    begin: Begin,
 ) -> tuple[Any, dict[str, Any]]:
     """``make`` is what makes a comparison of a shape, settings and text."""
     from depthroute import presets
     from depthroute.data.sources import PREPARED, TextSource
-    from depthroute.runs.directory import open_run
     from depthroute.train import ladder as climbing
     from depthroute.train.settings import from_preset
 
@@ -54,7 +50,7 @@ def run_ladder(
             tokens[0] = TextSource(f"{PREPARED}{comparison.tokens}")
         return _prepared(comparison, options, mine)
 
-    run, _ = open_run(out, resume=resume)
+    run, _ = begin()
     with closing(run), _runner(options.jobs) as runner:
         per = options.tokens_per_parameter
         return run, climbing.run_ladder(rungs, prepare, run, runner, per)

@@ -6,10 +6,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
 
 from rich.console import Console
 from rich.text import Text
@@ -66,6 +69,108 @@ def guard() -> None:
     logging.setLogRecordFactory(_Record)
     warnings.formatwarning = _format_warning
     sys.excepthook = _show_traceback
+
+
+_SILENT = {
+    "TQDM_DISABLE": "1",  # asked when tqdm is imported, by every bar that is not ours
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "LOGLEVEL": "ERROR",  # of lm-eval
+}
+_TALKATIVE = ("torch", "transformers", "datasets", "huggingface_hub", "lm_eval", "fsspec", "httpx")
+
+
+@contextmanager
+def quiet(*, verbose: bool) -> Iterator[None]:
+    """Only this program speaks: other libraries' errors are shown, not their warnings and bars.
+
+    What a user has asked them for in the environment or with ``python -W`` stays.
+    """
+    if verbose:
+        yield
+        return
+    silent = {name: value for name, value in _SILENT.items() if name not in os.environ}
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    os.environ.update(silent)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", append=True)
+            for logger in loggers:
+                logger.setLevel(max(logger.level, logging.ERROR))
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for name in silent:
+            os.environ.pop(name, None)
+
+
+Report = Callable[[str, int, int | None], None]
+"""Hears what is done, how far it is and of how much."""
+
+
+@contextmanager
+def progress(what: str, console: Console | None = None) -> Iterator[Callable[..., None]]:
+    """A line on standard error while ``what`` goes on: a call says how far it is, and the loading
+    and writing of models say it themselves."""
+    from depthroute.runs.display import measuring_bar
+
+    with measuring_bar(console or notes()) as bar:
+        task = bar.add_task(what, total=None)
+
+        def advance(done: int, total: int | None, part: str = "") -> None:
+            words = f"{what}: {part}" if part else what
+            bar.update(task, completed=done, total=total, description=words)
+
+        with models_report(lambda part, done, total: advance(done, total, part)):
+            yield advance
+
+
+@contextmanager
+def models_report(report: Report) -> Iterator[None]:
+    """The bars of transformers become calls of ``report``. Versions that have no hook for them
+    stay silent."""
+    from transformers.utils import logging as of_models
+
+    set_hook = getattr(of_models, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+    previous = set_hook(lambda factory, arguments, options: _Told(report, *arguments, **options))
+    try:
+        yield
+    finally:
+        set_hook(previous)
+
+
+class _Told:
+    """What a library takes for its own progress bar."""
+
+    def __init__(self, report: Report, items: Any = None, **options: Any) -> None:
+        self._items, self._report, self._done = items, report, 0
+        self._words = str(options.get("desc") or "loading").lower()
+        size = len(items) if hasattr(items, "__len__") else None
+        self.total = options["total"] if options.get("total") is not None else size
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            yield item
+            self.update()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        self._report(self._words, self._done, self.total)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **options: None  # descriptions, postfixes, closing
 
 
 _plain_format = warnings.formatwarning

@@ -1,7 +1,9 @@
 """`depthroute train` and `depthroute finetune`: one loop, from scratch or from a checkpoint."""
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +20,6 @@ from depthroute.cli.options import (
     Tokenizer,
     Watching,
     assigned,
-    resume_command,
 )
 from depthroute.cli.terminal import notes, output, print_json
 
@@ -104,16 +105,14 @@ def _run(
 ) -> None:
     """With progress on stderr, so that stdout holds the result alone."""
     changes, out, layout = options.changes(), options.directory(command), mesh.layout()
-    import transformers
-
     from depthroute.diagnostics import look
+    from depthroute.runs.listing import resume_command
     from depthroute.train.launch import Request
     from depthroute.train.loop import Interrupted
 
     is_main = os.environ.get("RANK", "0") == "0"
-    transformers.utils.logging.disable_progress_bar()  # ours is the one bar
     aside = notes(quiet=not is_main)
-    with Watching(aside) as watching:
+    with Watching(aside, "compiling" if changes.get("compile") else "") as watching:
         request = Request(
             out=out,
             resume=options.is_resumed,
@@ -125,6 +124,7 @@ def _run(
             wandb=options.wandb,
             watch=watching.watch(),
             look=look,
+            options=options.chosen.text(out),
             **source,
         )
         try:
@@ -132,16 +132,58 @@ def _run(
         except Interrupted as stopped:
             watching.end()
             aside.print(f"stopped after step {stopped.step}, saved; resume with:")
-            aside.print(f"  {resume_command(out)}")
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            aside.print(f"  {resume_command(out, command, processes=processes)}")
             raise typer.Exit(128 + stopped.signal) from None
     if not is_main:
         return
     if as_json:
         print_json(outcome)
         return
-    console = output()
+    for line in _told(outcome, options.chosen.options.get("data")):
+        output().print(line)
+
+
+def _told(outcome: dict[str, Any], data: str | None) -> Iterator[str]:
+    """What came of it, from before the first step to what to do next."""
+    if "identity" in outcome:
+        identity = outcome["identity"]
+        yield (
+            f"converted: the largest logit difference to the base was "
+            f"{identity['max_difference']:.2g} over {identity['num_tokens']:,} tokens"
+        )
     best = outcome["best"]  # none where no validation gave a number
     lowest = "" if best is None else f" (best {best['loss']:.4f} after step {best['step']})"
     loss = f"{outcome['validation_loss']:.4f} nats per token"
-    console.print(f"{outcome['steps']} steps, validation loss {loss}{lowest}")
-    console.print(f"model: {outcome['model']}")
+    yield f"{outcome['steps']} steps, validation loss {loss}{lowest}"
+    if "validation_loss_before" in outcome:
+        before = outcome["validation_loss_before"]
+        change = outcome["validation_loss"] - before
+        yield f"before the first step it was {before:.4f}: a change of {change:+.4f}"
+    if routing := outcome.get("routing"):
+        yield from _routing_lines(routing)
+    yield f"model: {outcome['model']}"
+    yield "next:"
+    text = data if data is not None and Path(data).is_file() else "FILE"
+    is_routed = outcome.get("mean_normalised_max") is not None
+    for words in (
+        ["report", outcome["run"]],
+        *([["inspect", outcome["model"], "--text", text]] if is_routed else []),
+        ["generate", outcome["model"], "--prompt", "The"],
+        ["eval", outcome["model"], "--perplexity", "FILE"],
+    ):
+        yield "  " + shlex.join(["depthroute", *words])
+
+
+def _routing_lines(routing: dict[str, Any]) -> Iterator[str]:
+    start, last = (routing[f"normalised_max_{when}"] for when in ("before", "after"))
+    if start is not None and last is not None:
+        yield (
+            f"routing: normalised max weight {start:.3f} before, {last:.3f} after (0 is uniform, "
+            "1 picks one source); changed most:"
+        )
+    for change in routing["changed_most"]:
+        yield (
+            f"  {change['site']}: {change['moved']:.1%} of its weight lies elsewhere, "
+            f"{change['source']} {change['before']:.3f} to {change['after']:.3f}"
+        )

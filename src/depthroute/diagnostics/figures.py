@@ -106,12 +106,14 @@ def _ladder(data: dict[str, Any], styles: list[Style]) -> Figure | None:
     }
     for key, title in titles.items():
         lines = []
+        runs = {rung["name"]: n for n, rung in enumerate(data["ladder"]["rungs"])}
         for label, method in data["ladder"]["methods"].items():
             points = [point for point in method["points"] if point[key]]
             if points and label in first:
                 x, y = [p["flops"] for p in points], [p[key]["mean"] for p in points]
                 style = replace(first[label], label=label, dash="")
-                lines.append(Line(style, x, y, [p[key]["spread"] for p in points]))
+                places = [runs[p["rung"]] for p in points]
+                lines.append(Line(style, x, y, [p[key]["spread"] for p in points], runs=places))
         if lines:
             rungs = data["ladder"]["rungs"]
             ticks = {

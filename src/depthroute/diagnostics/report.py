@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 
 from depthroute import files
 from depthroute.diagnostics.figures import figures, palette
+from depthroute.diagnostics.finding import finding
 from depthroute.diagnostics.report_data import collect
 from depthroute.diagnostics.results import has_one_seed, results, untraced
 from depthroute.diagnostics.run_files import ReportError
 from depthroute.diagnostics.svg import Figure, count_text
 from depthroute.diagnostics.svg_map import ramp
-from depthroute.runs.display import given_time, law_text
+from depthroute.runs.display import given_time, law_text, number_of
 from depthroute.runs.ladder import TREND
 from depthroute.visible import visible_line
 
@@ -38,7 +40,7 @@ PANELS = {
     "curves": (
         "Loss",
         "{seeds} The loss axes leave out the first tenth of training. Point at a legend entry to "
-        "pick out a method; click it to hide the method.",
+        "pick out a method; click it to hide the method, and a point to see its run.",
     ),
     "maps": (
         "Where each site reads",
@@ -72,7 +74,9 @@ SPREAD = {
 """What the caption of the curves says of the spread, by whether every run has a single seed."""
 
 
-def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict[str, Any]:
+def write_report(
+    paths: Sequence[files.StrPath], out: files.StrPath, title: str | None = None
+) -> dict[str, Any]:
     """Write the page; returns the data it shows."""
     data = collect(paths)
     drawn = figures(data)
@@ -84,7 +88,7 @@ def write_report(paths: list[Path], out: Path, title: str | None = None) -> dict
     return data
 
 
-def write_figures(paths: list[Path], folder: Path) -> list[Path]:
+def write_figures(paths: Sequence[files.StrPath], folder: Path) -> list[Path]:
     """Every figure of the report as an SVG file."""
     written = []
     try:
@@ -103,7 +107,8 @@ def render(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
     file = resources.files("depthroute.diagnostics").joinpath("report_template.html")
     template = file.read_text(encoding="utf-8")
     title = visible_line(title)
-    hover = {figure.name: figure.hover for figure in drawn}
+    drawings = [f for figure in drawn for f in (figure, figure.narrow) if f is not None]
+    hover = {figure.name: figure.hover for figure in drawings}
     embedded = json.dumps(data | {"hover": hover}, separators=(",", ":"), allow_nan=False)
     colors = palette(data)
     values = {
@@ -169,7 +174,10 @@ def _classes(num_series: int, num_levels: int) -> str:
 
 
 def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
-    parts = [f'<header><h1>{escape(title)}</h1><p class="lead">{_lead(data)}</p></header>']
+    parts = [
+        f'<header><h1>{escape(title)}</h1><p class="finding">{escape(finding(data))}</p>'
+        f'<p class="lead">{_lead(data)}</p></header>'
+    ]
     parts.append(results(data))
     by_panel: dict[str, list[Figure]] = {}
     for figure in drawn:
@@ -183,15 +191,15 @@ def _body(data: dict[str, Any], drawn: list[Figure], title: str) -> str:
 
 def _lead(data: dict[str, Any]) -> str:
     words = []
-    for run in data["runs"]:
+    for number, run in enumerate(data["runs"]):
         summary = run["summary"]
         seeds = len(summary["seeds"] or run["config"]["seeds"])
         state = " (unfinished)" if summary["signal"] is None else " (interrupted)"
         state = "" if summary["is_complete"] else state
         words.append(
-            f"<b>{escape(run['name'])}</b>{state}: preset {escape(summary['preset'])}, "
-            f"{_given(summary)}, "
-            f"{seeds} seed{'' if seeds == 1 else 's'}, on {escape(summary['data'])}."
+            f'<a href="#run-{number}"><b>{escape(run["name"])}</b></a>{state}: preset '
+            f"{escape(summary['preset'])}, {_given(summary)}, {number_of(seeds, 'seed')}, on "
+            f"{escape(summary['data'])}."
         )
     return "<br/>".join(words)
 
@@ -232,7 +240,7 @@ def _panel(name: str, data: dict[str, Any], drawn: list[Figure]) -> str:
         tabs = f'<div class="tabs" role="tablist">{buttons}</div>'
     pictures = "".join(
         f'<figure data-label="{escape(label)}"{" hidden=" + chr(34) * 2 if n else ""}>'
-        f"{figure.svg}</figure>"
+        f"{figure.svg}{figure.narrow.svg if figure.narrow else ''}</figure>"
         for n, (figure, label) in enumerate(zip(drawn, labels, strict=True))
     )
     tools = (
@@ -259,7 +267,7 @@ def _ladder_text(data: dict[str, Any]) -> str:
 def _settings(data: dict[str, Any]) -> str:
     """Runs that differ in their methods alone share one block."""
     shared: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for run in data["runs"]:
+    for number, run in enumerate(data["runs"]):
         config = run["config"]
         environment = config["environment"]
         packages = {name: v for name, v in environment["packages"].items() if v}
@@ -278,14 +286,17 @@ def _settings(data: dict[str, Any]) -> str:
         }
         same = json.dumps({**groups, "Methods": None}, sort_keys=True)
         names, known = shared.setdefault(same, ([], groups))
-        names.append(run["name"])
+        names.append(
+            f'<span id="run-{number}"><b>{escape(run["name"])}</b> '
+            f"<code>{escape(run['path'])}</code></span>"
+        )
         methods = dict(known["Methods"])
         for name, routing in groups["Methods"].items():
             is_other = methods.get(name, routing) != routing
             methods[f"{name} · {run['name']}" if is_other else name] = routing
         known["Methods"] = methods
     blocks = [
-        f'<p class="lead"><b>{escape(", ".join(names))}</b></p><div class="settings">'
+        f'<p class="lead">{"<br/>".join(names)}</p><div class="settings">'
         + "".join(_setting_table(name, values) for name, values in groups.items())
         + "</div>"
         for names, groups in shared.values()

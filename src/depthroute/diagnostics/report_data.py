@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from depthroute import files
 from depthroute.diagnostics.comparing import name_methods, name_runs, tabulate
 from depthroute.diagnostics.record import first_not_finite
 from depthroute.diagnostics.run_files import read_ladder, read_run
@@ -19,13 +19,14 @@ CURVE_POINTS = 60
 """A training curve is averaged down to this many points; more would show single batches."""
 
 
-def collect(paths: list[Path]) -> dict[str, Any]:
+def collect(paths: Sequence[files.StrPath]) -> dict[str, Any]:
     """All runs in the order given, and one series for every method of each.
 
     A ladder is its sizes, and alone on its page.
     """
-    rungs = read_ladder(paths)
-    runs = [read_run(path) for path in ([path for path, _ in rungs] or paths)]
+    places = [files.at_home(path) for path in paths]
+    rungs = read_ladder(places)
+    runs = [read_run(path) for path in ([path for path, _ in rungs] or places)]
     name_runs(runs)
     names, tables = name_methods(runs), tabulate(runs)
     ladder = None

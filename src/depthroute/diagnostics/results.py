@@ -9,6 +9,7 @@ from typing import Any
 from depthroute.runs.display import (
     INTERVAL,
     difference_text,
+    has_spread,
     interval_text,
     law_text,
     loss_text,
@@ -24,11 +25,12 @@ _SEEDS = {
     False: "± is the sample standard deviation over seeds, and differences are paired by seed.",
     True: "one seed, so how far a loss varies from seed to seed is not known here.",
 }
-"""By whether every run has a single seed."""
+"""By whether no row has a spread."""
 
 
 def has_one_seed(data: dict[str, Any]) -> bool:
-    return all(len(run["summary"]["seeds"]) <= 1 for run in data["runs"])
+    """Or as good as one: no ± is shown anywhere."""
+    return not any(has_spread(series["row"]) for series in data["series"])
 
 
 def units(data: dict[str, Any]) -> list[str]:
@@ -54,7 +56,10 @@ def results(data: dict[str, Any]) -> str:
         cells = [f'<td><i class="swatch s{number}"></i>{escape(row["method"] or "")}</td>']
         for name in shown[1:]:
             kind = "best" if name == _LOSS and number in best else name if name == _RUN else ""
-            cells.append(f"<td{_class(kind)}>{escape(row[name] or '-')}</td>")
+            words = escape(row[name] or "-")
+            if name == _RUN:
+                words = f'<a href="#run-{data["series"][number]["run"]}">{words}</a>'
+            cells.append(f'<td{_class(kind)} data-name="{name}">{words}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     header = "".join(f"<th{_class(_RUN * (name == _RUN))}>{name}</th>" for name in shown)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in _notes(data))

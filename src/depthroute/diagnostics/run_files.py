@@ -76,6 +76,7 @@ def read_run(path: Path) -> dict[str, Any]:
         raise ReportError(f"cannot read the run in {str(path)!r}: {error}") from error
     return {
         "name": path.resolve().name or str(path),
+        "path": str(path),
         "config": config,
         "summary": summary,
         "records": records,

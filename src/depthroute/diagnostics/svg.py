@@ -9,6 +9,8 @@ from html import escape
 from typing import Any
 
 WIDTH = 1000
+NARROW = 360
+"""Of the second drawing of every figure, for a phone: its parts are below each other."""
 INK, SOFT, FAINT, GRID = "#1f2933", "#52606d", "#7b8794", "#e4e7eb"
 FONT = "Inter, 'Helvetica Neue', Helvetica, Arial, sans-serif"
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -32,6 +34,8 @@ class Line:
     spread: list[float | None]
     mark: float | None = None
     """The x of a point with a ring around it."""
+    runs: list[int] | None = None
+    """Which run each point is of; None where all are of the run of the series."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Figure:
     title: str
     svg: str
     hover: dict[str, Any] = field(default_factory=dict)
+    narrow: Figure | None = None
 
 
 def text(
@@ -82,9 +87,9 @@ def text(
     )
 
 
-def document(name: str, title: str, height: float, body: str) -> str:
+def document(name: str, title: str, height: float, body: str, width: float = WIDTH) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" id="{name}" viewBox="0 0 {width} {height:.0f}" '
         f'role="img" aria-label="{escape(title)}" font-family="{escape(FONT)}">'
         f"<title>{escape(title)}</title>{body}</svg>"
     )
@@ -142,12 +147,12 @@ def shortened(words: str, longest: int) -> str:
     return f"{words[: max(1, longest - 1 - end)]}…{words[-end:]}"
 
 
-def legend(styles: list[Style], y: float) -> tuple[str, float]:
+def legend(styles: list[Style], y: float, room: float) -> tuple[str, float]:
     """Swatches in rows across the top; returns them and the height they took."""
     parts, x, row = [], 8.0, y
     for style in styles:
         width = 52 + text_width(style.label)
-        if x + width > WIDTH - 8 and x > 8:
+        if x + width > room - 8 and x > 8:
             x, row = 8.0, row + 20
         parts.append(
             f'<g class="key" data-series="{style.number}" tabindex="0" role="button">'
@@ -172,10 +177,18 @@ def line_figure(
     name: str, title: str, facets: list[Facet], columns: int, height: float = 230
 ) -> Figure:
     """Small multiples that share one legend."""
+    figure = _small_multiples(name, title, facets, columns, height, WIDTH)
+    figure.narrow = _small_multiples(f"{name}-narrow", title, facets, 1, height, NARROW)
+    return figure
+
+
+def _small_multiples(
+    name: str, title: str, facets: list[Facet], columns: int, height: float, room: float
+) -> Figure:
     styles = {line.style.number: line.style for facet in facets for line in facet.lines}
-    body, used = legend([styles[n] for n in sorted(styles)], 16)
+    body, used = legend([styles[n] for n in sorted(styles)], 16, room)
     top, gap = 8 + used, 22
-    width = (WIDTH - gap * (columns - 1)) / columns
+    width = (room - gap * (columns - 1)) / columns
     hovers = []
     for number, facet in enumerate(facets):
         left = (number % columns) * (width + gap)
@@ -185,7 +198,7 @@ def line_figure(
         hovers.append(hover)
     rows = -(-len(facets) // columns)
     total = top + rows * (height + 16)
-    return Figure(name, title, document(name, title, total, body), {"facets": hovers})
+    return Figure(name, title, document(name, title, total, body, room), {"facets": hovers})
 
 
 @dataclass(frozen=True)
@@ -241,9 +254,13 @@ def _facet(
         "x_kind": facet.x_kind,
         "box": [round(v, 1) for v in box],
         "x_range": list(axes.x_range),
+        "y_range": list(axes.y_range),
         "is_x_logarithmic": facet.is_x_logarithmic,
+        "is_logarithmic": facet.logarithmic,
         "lines": [
-            {"series": n.style.number, "x": n.x, "y": n.y, "spread": n.spread} for n in facet.lines
+            {"series": n.style.number, "x": n.x, "y": n.y, "spread": n.spread}
+            | ({} if n.runs is None else {"runs": n.runs})
+            for n in facet.lines
         ],
     }
     return "".join(parts), hover

@@ -10,6 +10,7 @@ from depthroute.diagnostics.svg import (
     FAINT,
     GRID,
     INK,
+    NARROW,
     WIDTH,
     Figure,
     Style,
@@ -60,34 +61,48 @@ def map_figure(
     name: str, title: str, trace: dict[str, Any], kinds: list[tuple[str, str]]
 ) -> Figure:
     """One map a site kind, side by side on one scale from 0 to 1."""
+    figure = _maps(name, title, trace, kinds, WIDTH, is_stacked=False)
+    figure.narrow = _maps(f"{name}-narrow", title, trace, kinds, NARROW, is_stacked=True)
+    return figure
+
+
+def _maps(
+    name: str,
+    title: str,
+    trace: dict[str, Any],
+    kinds: list[tuple[str, str]],
+    room: float,
+    *,
+    is_stacked: bool,
+) -> Figure:
     groups = [
         (words, [s for s in trace["sites"] if s["kind"] == kind])
         for kind, words in kinds
         if any(s["kind"] == kind for s in trace["sites"])
     ]
-    gap = 30
-    width = (WIDTH - gap * (len(groups) - 1)) / len(groups)
+    gap, columns = 30, 1 if is_stacked else len(groups)
+    width = (room - gap * (columns - 1)) / columns
     # a layer has the same height in every map, so that they are read across
     first = min(site["layer"] for _, sites in groups for site in sites)
     rows = 1 + max(site["layer"] for _, sites in groups for site in sites) - first
     cell = min(_ROW, _HEIGHT / rows)
-    body, hovers = "", []
+    body, hovers, bottom = "", [], 0.0
     for number, (words, sites) in enumerate(groups):
-        left = number * (width + gap)
-        drawn, hover = _map(words, sites, trace["sources"], left, width, cell, first)
+        left = number % columns * (width + gap)
+        top = number // columns * (rows * cell + 94)
+        drawn, hover = _map(words, sites, trace["sources"], (left, top), width, cell, first)
         body += drawn
         hovers.append(hover)
-    bottom = 42 + rows * cell + 44
-    body += _scale(bottom)
-    hover = {"maps": hovers}
-    return Figure(name, title, document(name, title, bottom + 34, body), hover)
+        bottom = top + 42 + rows * cell + 44
+    body += _scale(bottom, room)
+    return Figure(name, title, document(name, title, bottom + 52, body, room), {"maps": hovers})
 
 
 def _map(
     words: str,
     sites: list[dict[str, Any]],
     names: list[str],
-    left: float,
+    corner: tuple[float, float],
     width: float,
     height: float,
     first: int,
@@ -97,9 +112,10 @@ def _map(
         rows[site["layer"] - first] = site
     used = sorted({position for site in sites for position in site["sources"]})
     column = {position: number for number, position in enumerate(used)}
-    x0, y0 = left + 40, 42.0
+    left, top = corner
+    x0, y0 = left + 40, top + 42.0
     wide = min(_COLUMN, (width - 56) / len(used))
-    parts = [text(left + 4, 15, words, size=13, kind="ink")]
+    parts = [text(left + 4, top + 15, words, size=13, kind="ink")]
     cells = [
         (column[position], site["layer"] - first, weight)
         for site in sites
@@ -116,7 +132,12 @@ def _map(
     )
     hover = {
         "title": words,
-        "box": [round(x0, 2), y0, round(len(used) * wide, 2), round(len(rows) * height, 2)],
+        "box": [
+            round(x0, 2),
+            round(y0, 2),
+            round(len(used) * wide, 2),
+            round(len(rows) * height, 2),
+        ],
         "sources": used,
         "sites": [site and site["name"] for site in rows],
     }
@@ -195,8 +216,8 @@ def _columns(names: list[str], x0: float, bottom: float, wide: float) -> list[st
     return parts
 
 
-def _scale(y: float) -> str:
-    """The legend: weights at the places their shades have."""
+def _scale(y: float, room: float) -> str:
+    """The legend: weights at the places their shades have, and what they are, beside or below."""
     x0, width = 40.0, 240.0
     step = width / LEVELS
     cells = "".join(
@@ -208,11 +229,8 @@ def _scale(y: float) -> str:
         text(x0 + width * math.sqrt(v), y + 24, f"{v:g}", anchor="middle")
         for v in (0, 0.05, 0.25, 0.5, 1)
     )
-    return (
-        cells
-        + ticks
-        + text(x0 + width + 12, y + 9, "mean weight; blank is no source", kind="faint")
-    )
+    place = (x0 + width + 12, y + 9) if room > 2 * width else (x0, y + 42)
+    return cells + ticks + text(*place, "mean weight; blank is no source", kind="faint")
 
 
 def bar_figure(
@@ -222,17 +240,32 @@ def bar_figure(
     is_relative: bool = True,
 ) -> Figure:
     """Horizontal bars from 0; where they are relative, the rule at 1 is the standard model."""
+    figure = _bars(name, title, groups, is_relative, WIDTH, len(groups))
+    figure.narrow = _bars(f"{name}-narrow", title, groups, is_relative, NARROW, 1)
+    return figure
+
+
+def _bars(
+    name: str,
+    title: str,
+    groups: list[tuple[str, list[tuple[Style, float, str]]]],
+    is_relative: bool,
+    page: float,
+    columns: int,
+) -> Figure:
     gap = 40
-    width = (WIDTH - gap * (len(groups) - 1)) / len(groups)
-    row, top, body, hovers = 25.0, 34.0, "", []
+    width = (page - gap * (columns - 1)) / columns
+    row, body, hovers = 25.0, "", []
+    high = 34 + max(len(bars) for _, bars in groups) * row + 10
     for number, (words, bars) in enumerate(groups):
-        left = number * (width + gap)
+        left, above = number % columns * (width + gap), number // columns * high
+        top = above + 34
         widest = max((style.label for style, _, _ in bars), key=text_width)
         labels = min(text_width(widest) + 20, width * 0.45)
         letters = int(len(widest) * (labels - 20) / text_width(widest)) if widest else 0
         x0, room = left + labels, width - labels - 130
         most = max([1.0 if is_relative else 0.0, *(value for _, value, _ in bars)]) or 1.0
-        body += text(left + 4, 15, words, size=13, kind="ink")
+        body += text(left + 4, above + 15, words, size=13, kind="ink")
         boxes = []
         for at, (style, value, shown) in enumerate(bars):
             y, length = top + at * row, room * value / most
@@ -252,5 +285,5 @@ def bar_figure(
                 'stroke-dasharray="3 3" fill="none"/>'
             )
         hovers.append({"boxes": boxes, "series": [style.number for style, _, _ in bars]})
-    height = top + max(len(bars) for _, bars in groups) * row + 10
-    return Figure(name, title, document(name, title, height, body), {"bars": hovers})
+    total = high * -(-len(groups) // columns)
+    return Figure(name, title, document(name, title, total, body, page), {"bars": hovers})

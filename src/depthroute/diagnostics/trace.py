@@ -15,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthroute.diagnostics import plots
 from depthroute.errors import DepthrouteError
 from depthroute.nn import ResidualStream, SiteParameters, Sites
+
+_MOST_ROWS = 18
+"""Of a trace that is printed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class SublayerTrace:
     """Of the loss with respect to the sublayer's output."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Trace:
     sites: dict[str, SiteTrace]
     """Places with a choice, in reading order."""
@@ -62,6 +66,52 @@ class Trace:
         if not self.sites:
             return None
         return sum(s.normalised_max for s in self.sites.values()) / len(self.sites)
+
+    def __repr__(self) -> str:
+        """A small table: how sharply each site chooses, and what it reads most."""
+        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
+        head = f"{len(self.sites)} sites that choose, {len(self.sublayers)} sublayers{loss}"
+        rows = [("site", "sources", "max", "entropy", "reads most")]
+        for site in self.sites.values():
+            top = int(site.weights.argmax())
+            rows.append(
+                (
+                    site.name,
+                    str(len(site.source_names)),
+                    f"{site.normalised_max:.3f}",
+                    f"{site.normalised_entropy:.3f}",
+                    f"{site.source_names[top]} {site.weights[top]:.2f}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        if len(lines) > _MOST_ROWS:
+            half = _MOST_ROWS // 2
+            lines = [*lines[:half], f"... {len(lines) - 2 * half} more", *lines[-half:]]
+        return "\n".join([head, *(lines if self.sites else [])])
+
+    def to_frame(self) -> Any:
+        """A pandas table: a row a site and source, with the mean weight."""
+        rows = [
+            {
+                "site": site.name,
+                "source": source,
+                "weight": weight,
+                "normalised_max": site.normalised_max,
+                "normalised_entropy": site.normalised_entropy,
+            }
+            for site in self.sites.values()
+            for source, weight in zip(site.source_names, site.weights.tolist(), strict=True)
+        ]
+        columns = ["site", "source", "weight", "normalised_max", "normalised_entropy"]
+        return plots.optional("pandas").DataFrame(rows, columns=columns)
+
+    def plot(self) -> Any:
+        """The routing map, as a matplotlib figure."""
+        return plots.routing_map(self.sites.values())
 
 
 @dataclass

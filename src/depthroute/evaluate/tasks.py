@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import tempfile
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from depthroute import files
 from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.evaluate.local_tasks import TASKS, write_definitions
 
+Progress = Callable[[int, int], None]
 _METRICS = ("acc", "acc_norm", "perplexity")
 
 
@@ -65,10 +67,12 @@ def run_tasks(
     limit: int | None = None,
     batch_size: int = 8,
     samples: Path | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> list[TaskScore]:
     """Zero-shot scores. ``data`` is a folder of local copies; without it the hub is asked.
 
-    ``samples`` is a file for every item's log-likelihoods, one JSON object a line.
+    ``samples`` is a file for every item's log-likelihoods, one JSON object a line. ``progress``
+    hears how many answers are scored, and of how many.
     """
     harness_version()
     with ExitStack() as stack:
@@ -85,6 +89,7 @@ def run_tasks(
                 limit=limit,
                 batch_size=batch_size,
                 log_samples=samples is not None,
+                progress=progress,
             )
         except ConnectionError as error:
             raise DepthrouteError(
@@ -132,19 +137,23 @@ def evaluate(
     limit: int | None,
     batch_size: int,
     log_samples: bool = False,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """One call of the harness."""
+    """One call of the harness, without its bars and its questions about this machine."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # by name: an optional package, so type checkers must not need it
     lm_eval: Any = importlib.import_module("lm_eval")
-    huggingface: Any = importlib.import_module("lm_eval.models.huggingface")
+    evaluator: Any = importlib.import_module("lm_eval.evaluator")
     manager = importlib.import_module("lm_eval.tasks").TaskManager(
         include_path=None if definitions is None else str(definitions),
         include_defaults=definitions is None,
     )
-    with redirect_stdout(sys.stderr):  # the harness prints; stdout is the caller's
+    # it asks git for the folder that it happens to run in, and a dozen programs for versions
+    unasked = {"get_git_commit_hash": lambda: None, "add_env_info": lambda results: None}
+    # the harness prints; stdout is the caller's
+    with redirect_stdout(sys.stderr), _replaced(evaluator, unasked):
         results = lm_eval.simple_evaluate(
-            model=huggingface.HFLM(
+            model=_watched(progress)(
                 pretrained=model,
                 tokenizer=tokenizer,
                 batch_size=batch_size,
@@ -159,6 +168,42 @@ def evaluate(
     if results is None:
         raise DepthrouteError("lm-eval returned nothing; only the first process of a group scores")
     return dict(results)
+
+
+def _watched(progress: Progress) -> Any:
+    """The harness's own model class, telling how far it is; what it computes is as it was."""
+    huggingface: Any = importlib.import_module("lm_eval.models.huggingface")
+
+    class Watched(huggingface.HFLM):
+        scored = 0
+
+        def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
+            self.expected = self.scored + len(requests)
+            options |= {"disable_tqdm": True}
+            result = super()._loglikelihood_tokens(requests, *arguments, **options)
+            self.scored = self.expected  # answers to one question may share a row
+            progress(self.scored, self.expected)
+            return result
+
+        def _model_call(self, inps: Any, *arguments: Any, **options: Any) -> Any:
+            result = super()._model_call(inps, *arguments, **options)
+            self.scored = min(self.scored + len(inps), self.expected)
+            progress(self.scored, self.expected)
+            return result
+
+    return Watched
+
+
+@contextmanager
+def _replaced(module: Any, functions: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in functions if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, functions[name])
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def _prefix(model: Any, tokenizer: Any) -> int | None:

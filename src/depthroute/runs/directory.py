@@ -1,4 +1,5 @@
-"""A run on disk: ``config.json``, ``metrics.jsonl`` (append-only, the truth), ``summary.json``."""
+"""A run on disk: ``config.json``, ``metrics.jsonl`` (append-only, the truth), ``summary.json``, and
+``run.toml``, the options that start it again."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last
 """Training settings that a resumed run may set anew: none of them changes a step that is taken."""
 _BEFORE = {"optimizer": "adamw", "output_init": "default"}
 """Training settings that came later, and what runs had before them."""
+
+RUN_FILE = "run.toml"
+_RUN_FILE_HEAD = "# Every option of this run, written by depthroute.\n"
 
 
 class RunError(DepthrouteError):
@@ -87,7 +91,7 @@ class RunDirectory:
         """Stopped before it had anything to say, a run leaves an empty list of records."""
         begun = self.metrics.exists() and self.metrics.stat().st_size > 0
         known = (self.metrics.name, files.LOCK)
-        others = [p.name for p in self.path.iterdir() if p.name not in known]
+        others = [p.name for p in self.path.iterdir() if p.name not in known and not _is_ours(p)]
         if begun or not all(map(files.is_unfinished, others)):
             self.close()
             raise RunError(
@@ -147,9 +151,16 @@ class RunDirectory:
                     ) from error
 
     def write_json(self, name: str, values: dict[str, Any]) -> None:
+        self._write(name, json.dumps(values, indent=2) + "\n")
+
+    def write_run_file(self, options: str) -> None:
+        self._write(RUN_FILE, _RUN_FILE_HEAD + options)
+
+    def _write(self, name: str, text: str) -> None:
         """A reader sees the old file or the whole new one."""
         try:
-            files.write_text(self.path / name, json.dumps(values, indent=2) + "\n")
+            # a path may hold bytes that are no text
+            files.write_bytes(self.path / name, text.encode(errors="backslashreplace"))
         except OSError as error:
             raise RunError(f"cannot write {self.path / name}: {files.reason(error)}") from error
 
@@ -177,12 +188,26 @@ def _is_after(record: dict[str, Any], completed: int) -> bool:
     return record.get("step", 0) + (record["event"] in ("step", "skipped")) > completed
 
 
-def open_run(path: Path, *, resume: bool) -> tuple[RunDirectory, bool]:
-    """The run in ``path`` and whether it was there already and goes on."""
+def _is_ours(path: Path) -> bool:
+    """The run file of a run that was stopped before its first record; not one that a user wrote."""
+    if path.name != RUN_FILE or not path.is_file():
+        return False
+    with path.open("rb") as handle:
+        return handle.read(len(_RUN_FILE_HEAD)) == _RUN_FILE_HEAD.encode()
+
+
+def open_run(path: Path, *, resume: bool, options: str = "") -> tuple[RunDirectory, bool]:
+    """The run in ``path`` and whether it was there already and goes on.
+
+    A new one keeps its ``options``, the text of a run file.
+    """
     path = files.at_home(path)
     if resume and (path / "config.json").is_file():
         return RunDirectory.reopen(path), True
-    return RunDirectory.create(path), False
+    run = RunDirectory.create(path)
+    if options:
+        run.write_run_file(options)
+    return run, False
 
 
 def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,11 @@ from depthroute.runs.ladder import TREND
 _NONE = "-"
 
 
+def number_of(count: int, what: str) -> str:
+    """``1 seed``, ``2 seeds``."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def progress_bar(console: Console) -> Progress:
     """One line of at most 80 columns."""
     return Progress(
@@ -47,13 +52,17 @@ def training_bar(console: Console) -> Progress:
 
 
 def measuring_bar(console: Console) -> Progress:
-    """What is being measured; gone when it is done, since the result says it all."""
+    """What is being done, for how long, and the time left where that is known; gone when it is
+    done, since the result says it all."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         TimeElapsedColumn(),
+        TextColumn("left", markup=False),
+        TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # elsewhere it would leave an empty line
     )
 
 
@@ -68,15 +77,25 @@ def comparison_table(summary: dict[str, Any]) -> Table:
     amount = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
     if is_timed:
         amount = given_time(summary)
+    caption = [
+        f"Validation loss: nats per {summary['unit']} on held-out {summary['data']}; for scale, "
+        f"{scale}."
+    ]
+    if any(has_spread(row) for row in summary["rows"]):
+        caption.append(
+            "± is the sample standard deviation over seeds; differences are paired by seed."
+        )
+    if any(row["relative_speed"] is not None for row in summary["rows"]):
+        caption.append("tokens/s: median steps relative to standard.")
+    if any(row["mean_normalised_max"] is not None for row in summary["rows"]):
+        caption.append(
+            "Max weight: mean over sites, normalised so that 0 is uniform and 1 picks one source."
+        )
+    if is_timed:
+        caption.append("Each method took the steps that fit into the same training time.")
     table = Table(
-        title=f"{summary['preset']}: {amount}, {len(seeds)} seed{'' if len(seeds) == 1 else 's'}",
-        caption=f"Validation loss: nats per {summary['unit']} on held-out {summary['data']}; for "
-        f"scale, {scale}. ± is the sample "
-        "standard deviation over seeds; differences are paired by seed. tokens/s: median steps "
-        "relative to standard. Max weight: mean over sites, normalised so that 0 is "
-        "uniform and 1 picks one source."
-        + (" Each method took the steps that fit into the same training time." * is_timed)
-        + f" {unpaired(summary['rows'])}".rstrip(),
+        title=f"{summary['preset']}: {amount}, {number_of(len(seeds), 'seed')}",
+        caption=" ".join([*caption, unpaired(summary["rows"])]).rstrip(),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -184,6 +203,12 @@ def loss_text(row: dict[str, Any], form: str) -> str:
         where = ", ".join(f"seed {d['seed']} step {d['step']}" for d in row["diverged"])
         return f"diverged ({where})"
     return spread(row["validation_loss"], form)
+
+
+def has_spread(row: dict[str, Any]) -> bool:
+    """Whether a ± is shown in this row."""
+    shown = (row["validation_loss"], row["difference"])
+    return not row["diverged"] and any(part and part["spread"] is not None for part in shown)
 
 
 def difference_text(row: dict[str, Any], form: str) -> str:

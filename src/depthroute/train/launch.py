@@ -1,10 +1,11 @@
 """From what a user asks for to a finished run directory: ``train`` and ``finetune``.
 
-RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
+RUN/run.toml, config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -36,6 +37,7 @@ from depthroute.runs import environment
 from depthroute.runs.checkpoint import whole_weights
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
 from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
+from depthroute.train import story
 from depthroute.train.loop import Experiment, Look, Sink
 from depthroute.train.prepare import (
     check_length,
@@ -88,6 +90,8 @@ class Request(TextSource):
     watch: Watch = Watch()
     look: Look | None = None
     """At the trained model, as in a comparison."""
+    options: str = ""
+    """As a run file, which the run directory keeps."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,8 @@ class _Job:
     routing: RoutingConfig
     settings: TrainSettings
     build: Callable[[TokenData, torch.device, bool], Any]
+    has_story: bool = False
+    """There was a model before, which the result is told against."""
 
 
 def train(
@@ -162,16 +168,15 @@ def finetune(
     def job(vocabulary: dict[str, Any]) -> _Job:
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             plain = attention.use(load_plain(base, dtype=torch.float32)).to(device)
-            verify = None
-            if tolerance is not None and not is_resumed:
-                verify = data.validation_batches(1)[0].inputs.to(device)
-            model = convert(plain, routing, verify=verify, tolerance=tolerance or 0.0)
+            verify = None if is_resumed else data.validation_batches(1)[0].inputs.to(device)
+            most = math.inf if tolerance is None else tolerance
+            model = convert(plain, routing, verify=verify, tolerance=most)
             if freeze_base:
                 model.freeze_base()
             return model
 
         about = {"base": base, "freeze_base": freeze_base}
-        return _Job("finetune", about, routing, settings, build)
+        return _Job("finetune", about, routing, settings, build, has_story=True)
 
     return _launch(replace(request, layout=layout), job, base, settings)
 
@@ -239,6 +244,10 @@ def _run(
         if outcome is not None:
             watch.note(f"{run.path} is finished: nothing is left to do")
             return outcome
+
+        def tell(experiment: Experiment) -> None:
+            story.begin(experiment, request.look, watch.note)
+
         experiment = Experiment(
             {name: lambda: job.build(data, device, is_resumed)},
             job.settings,
@@ -248,6 +257,7 @@ def _run(
             world,
             wrap=lambda model: _placed(model, request.layout, world, job.settings),
             sinks=_sinks(request, run, config) if world.is_main else (),
+            on_built=tell if job.has_story else lambda experiment: None,
             on_step=lambda progress: watch.on_step(progress.result, progress.memory),
             on_trained=lambda experiment: _finish(experiment, request, vocabulary, watch),
         )
@@ -300,12 +310,13 @@ def _finish(
         return attention.use(loaded).to(trainer.device)
 
     def write() -> None:
+        traces: list[dict[str, Any]] = []
         if request.look is not None:
             traces = experiment.traces(request.look, watch.note, whole)
             if traces:
                 run.write_json("traces.json", {"traces": traces})
                 outcome["mean_normalised_max"] = traces[0]["mean_normalised_max"]
-        run.write_json("summary.json", outcome)
+        run.write_json("summary.json", outcome | story.end(run, traces))
 
     experiment.world.on_main(write)
 
@@ -351,7 +362,7 @@ def _config(request: Request, job: _Job, index: dict[str, Any], world: World) ->
 
 def _open_run(request: Request, config: dict[str, Any]) -> tuple[RunDirectory, bool]:
     """The run, and whether it was there already and goes on."""
-    run, is_resumed = open_run(request.out, resume=request.resume)
+    run, is_resumed = open_run(request.out, resume=request.resume, options=request.options)
     if is_resumed:
         refuse_another(run, config)
     else:

@@ -91,6 +91,8 @@ class Experiment:
     wrap: Callable[[Any], Any] = lambda model: model
     """What makes of a model one that the ranks share."""
     sinks: Sequence[Sink] = ()
+    on_built: Callable[[Experiment], None] = lambda experiment: None
+    """What is done with the models of a seed before their first step."""
     on_step: Callable[[Progress], None] = lambda progress: None
     on_trained: Callable[[Experiment], None] = lambda experiment: None
     """What is done with the trained models of a seed before they make room for the next."""
@@ -124,6 +126,7 @@ class Experiment:
                     if not self._is_resumed:
                         self.seed, self.round = seed, 0
                         self._build(is_new=True)
+                        self.on_built(self)
                     self._is_resumed = False
                     self._train()
                     self.on_trained(self)
@@ -373,6 +376,8 @@ class Experiment:
         look: Look,
         note: Callable[[str], None] = lambda text: None,
         whole: Callable[[Trainer], Any] = lambda trainer: trainer.inner,
+        *,
+        is_recorded: bool = True,
     ) -> list[dict[str, Any]]:
         """Every trained model looked at on the same held-out tokens, by the first rank alone.
 
@@ -388,7 +393,8 @@ class Experiment:
                 continue
             about = {"seed": self.seed, "method": label}
             traces.append(about | {"peak_memory_bytes": self.memory.get(label)} | trace)
-            self.record("routing", label, mean_normalised_max=trace["mean_normalised_max"])
+            if is_recorded:
+                self.record("routing", label, mean_normalised_max=trace["mean_normalised_max"])
         return traces
 
     def record(self, event: str, label: str | None = None, **values: Any) -> None:

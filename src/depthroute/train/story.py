@@ -1,0 +1,76 @@
+"""What fine-tuning started from and what became of it: RUN/start.json, and its end beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, check
+from depthroute.parallel.wrap import is_sharded
+from depthroute.runs.directory import RunDirectory
+from depthroute.train.loop import Experiment, Look
+
+FILE = "start.json"
+_SITE = {"name": TEXT, "sources": [ANYTHING], "weights": [NUMBER]}
+_TRACE = {"mean_normalised_max": NUMBER.or_null(), "sources": [TEXT], "sites": [_SITE]}
+_SHAPE = {"identity": OBJECT, "validation_loss": NUMBER, "trace?": _TRACE}
+_MOST = 3
+"""Sites that are named as those that changed most."""
+
+
+def begin(experiment: Experiment, look: Look | None, note: Callable[[str], None]) -> None:
+    """Before the first step: is it the base, how good is it, where does it read."""
+    trainer = experiment.trainer
+    identity, loss = trainer.inner.identity, trainer.validate(experiment.validation)
+    (label,) = experiment.trainers
+    tokens = sum(batch.num_targets for batch in experiment.validation)
+    experiment.record("validation", label, step=0, loss=loss, tokens=tokens)
+    if not experiment.world.is_main:
+        return
+    note(str(identity))
+    note(f"validation loss before the first step: {loss:.4f}")
+    start: dict[str, Any] = {"identity": asdict(identity), "validation_loss": loss}
+    if look is not None and not is_sharded(trainer.model):
+        traces = experiment.traces(look, note, is_recorded=False)
+        start |= {"trace": traces[0]} if traces else {}
+    experiment.directory.write_json(FILE, start)
+
+
+def end(run: RunDirectory, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the summary says of it; nothing where the start is not known."""
+    with suppress(ValueError):  # damaged, or of a run that was begun before there was such a file
+        start = run.read_json(FILE)
+        check(start, _SHAPE, FILE)
+        story = {"identity": start["identity"], "validation_loss_before": start["validation_loss"]}
+        if "trace" in start and traces:
+            story["routing"] = _changes(start["trace"], traces[0])
+        return story
+    return {}
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """By how much of its weight each site reads elsewhere now, most first."""
+    earlier = {site["name"]: site["weights"] for site in before["sites"]}
+    changes = []
+    for site in after["sites"]:
+        pairs = list(zip(earlier.get(site["name"], ()), site["weights"], strict=False))
+        if len(pairs) != len(site["weights"]):
+            continue
+        risen = max(range(len(pairs)), key=lambda n: pairs[n][1] - pairs[n][0])
+        changes.append(
+            {
+                "site": site["name"],
+                "moved": sum(abs(b - a) for a, b in pairs) / 2,
+                "source": after["sources"][site["sources"][risen]],
+                "before": pairs[risen][0],
+                "after": pairs[risen][1],
+            }
+        )
+    changes.sort(key=lambda change: -change["moved"])
+    return {
+        "normalised_max_before": before["mean_normalised_max"],
+        "normalised_max_after": after["mean_normalised_max"],
+        "changed_most": changes[:_MOST],
+    }
