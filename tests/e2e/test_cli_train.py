@@ -327,6 +327,8 @@ def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, tex
 
 def test_commands_say_nothing_but_their_own_words(tmp_path, base):
     """No bars, warnings or log lines of other libraries, which --verbose asks for."""
-    process = start("convert", "--base", base, "--method", "delta", "--out", tmp_path / "routed")
+    process = forked_command(
+        "convert", "--base", base, "--method", "delta", "--out", tmp_path / "routed"
+    )
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0 and err == "" and "identity over" in out
