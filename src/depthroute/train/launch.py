@@ -5,7 +5,7 @@ RUN/config.json, metrics.jsonl, checkpoints/, model/, traces.json, summary.json
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -266,7 +266,8 @@ def _finish(
         "validation_loss": experiment.last_validation,
         "best": experiment.checkpoints.best,
     } | _places(run)
-    export(trainer, run.path / "model", vocabulary)
+    figures = {"training steps": trainer.completed, "validation loss": experiment.last_validation}
+    export(trainer, run.path / "model", vocabulary, figures)
 
     def whole(trainer: Trainer) -> Any:
         if not is_sharded(trainer.model):
@@ -285,14 +286,21 @@ def _finish(
     experiment.world.on_main(write)
 
 
-def export(trainer: Trainer, folder: Path, tokenizer: Any = None) -> None:
-    """The trained model: ``save_pretrained``, whole, with its tokenizer."""
+def export(
+    trainer: Trainer,
+    folder: Path,
+    tokenizer: Any = None,
+    figures: Mapping[str, Any] | None = None,
+) -> None:
+    """The trained model: ``save_pretrained``, whole, with its tokenizer; ``figures`` of training
+    are for its card."""
     model = trainer.inner
     weights = whole_state(model) if is_sharded(model) else None
 
     def write() -> None:
         with saving.replacing(folder) as new:
-            model.write_into(new, **({} if weights is None else {"state_dict": weights}))
+            options = {} if weights is None else {"state_dict": weights}
+            model.write_into(new, training=figures, **options)
             if tokenizer is not None:
                 tokenizer.save_pretrained(new)
 
