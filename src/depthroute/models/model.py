@@ -101,13 +101,13 @@ class RoutedModel(_Base):
         """
         if not is_main_process:
             return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)
-        if push_to_hub:
-            for_hub = {name: kwargs.pop(name) for name in sharing.HUB_OPTIONS if name in kwargs}
-            for_hub.setdefault("repo_id", Path(save_directory).name)
+        names = sharing.HUB_OPTIONS if push_to_hub else ()
+        for_hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         with saving.replacing(save_directory) as folder:
             self.write_into(folder, *args, **kwargs)
         if push_to_hub:
-            self.push_to_hub(**for_hub, **kwargs)
+            repo_id = for_hub.pop("repo_id", Path(save_directory).name)
+            self.push_to_hub(repo_id, **for_hub, **kwargs)
         return None
 
     def write_into(
@@ -136,7 +136,7 @@ class RoutedModel(_Base):
         card = sharing.card(self, name=card_name, adapter_only=adapter_only, training=training)
         (folder / saving.CARD).write_text(card, encoding="utf-8")
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # pyright: ignore
         """Upload what :meth:`save_pretrained` writes, model card included. Arguments are those of
         transformers' and of :meth:`save_pretrained`; a card there that is somebody's own stays."""
         return sharing.push(self, repo_id, **kwargs)

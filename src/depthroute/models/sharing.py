@@ -126,7 +126,8 @@ def push(
         model.save_pretrained(folder, card_name=repo_id, **saving)
         if tags:
             ours = ModelCard.load(folder / CARD)
-            ours.data.tags = [*dict.fromkeys([*(ours.data.tags or []), *tags])]
+            data: Any = ours.data
+            data.tags = [*dict.fromkeys([*data.tags, *tags])]
             ours.save(folder / CARD)
         if api.file_exists(repo_id, CARD, revision=revision):
             theirs = api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=temporary)
