@@ -17,7 +17,7 @@ QUICK_TESTS := \
 	tests/parity/test_reference_checkpoints.py tests/unit/test_docs_command_lines.py \
 	tests/unit/test_train_data.py tests/unit/test_train_loop.py tests/unit/test_train_settings.py
 
-.PHONY: demo check quick test suite test-serving lint style types format clean
+.PHONY: demo check quick test suite docs test-serving test-wheel lint style types format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/depthroute compare --preset tiny
@@ -29,7 +29,7 @@ quick: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(QUICK_TESTS)
 
 test: style
-	$(MAKE) --no-print-directory --jobs 2 types suite
+	$(MAKE) --no-print-directory --jobs 2 types suite docs
 
 suite: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -37,6 +37,14 @@ suite: $(VENV)/.dev
 # Servers in an environment of their own, since vLLM pins other versions; a quarter of an hour.
 test-serving: $(SERVING)/.made
 	$(SERVING)/bin/python -m pytest -n 0 -q -m serving tests/serving
+
+# The site, in build/site: every page of docs/ and a reference; a link that leads nowhere is an error
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Builds the sdist and the wheel into build/dist, and tries each in an empty environment: minutes
+test-wheel:
+	$(PYTHON) tests/wheel.py
 
 lint: style types
 
@@ -78,4 +86,4 @@ $(SERVING)/.made: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SERVING) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) build .pytest_cache .ruff_cache .hypothesis

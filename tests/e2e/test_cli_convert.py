@@ -70,7 +70,7 @@ def test_an_adapter_is_kilobytes_and_finds_its_base(base, tmp_path, depthroute):
     assert status == 0
     assert json.loads(printed)["method"] == "delta:num_blocks=6"
     assert json.loads(printed)["identity"]["max_difference"] < 1e-5
-    assert folders(out) == ["routing.safetensors", "routing_config.json"]
+    assert folders(out) == ["README.md", "routing.safetensors", "routing_config.json"]
     again = dr.from_pretrained(out, dtype=torch.float32).eval()
     expected = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     assert (again(tokens()).logits - expected(tokens()).logits).abs().max() < 1e-5

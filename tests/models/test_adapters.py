@@ -26,7 +26,7 @@ def routed(tmp_path):
 def test_an_adapter_holds_kilobytes_and_attaches_to_an_untouched_base(routed, tmp_path):
     routed.save_pretrained(tmp_path / "adapter", adapter_only=True)
     files = {f.name: f.stat().st_size for f in (tmp_path / "adapter").iterdir()}
-    assert files.keys() == {"routing.safetensors", "routing_config.json"}
+    assert files.keys() == {"README.md", "routing.safetensors", "routing_config.json"}
     assert sum(files.values()) < 20_000
     again = dr.load_adapter(plain_model(), tmp_path / "adapter")
     assert torch.equal(again(tokens()).logits, routed(tokens()).logits)

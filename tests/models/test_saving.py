@@ -178,7 +178,8 @@ def test_saving_again_removes_our_shards_and_nobody_elses_files(base, tmp_path):
     (folder / "checkpoint-500").mkdir()
     (folder / "checkpoint-500" / "model.safetensors").write_text("e")
     converted(base).save_pretrained(folder)
-    written = {"config.json", "generation_config.json", "model.safetensors", "checkpoint-500"}
+    written = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    written |= {"checkpoint-500"}
     assert {p.name for p in folder.iterdir()} == written | own.keys()
     assert {name: (folder / name).read_text() for name in own} == own
     assert (folder / "checkpoint-500" / "model.safetensors").read_text() == "e"

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import depthroute
 
@@ -261,3 +262,11 @@ def test_no_function_takes_more_than_twelve_arguments():
         and len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]) > 12
     ]
     assert crowded == []
+
+
+def test_the_citation_names_the_licence_and_leaves_the_version_to_the_package():
+    citation = yaml.safe_load((TESTS.parent / "CITATION.cff").read_text())
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["project"]
+    assert citation["license"] == project["license"]
+    assert {"cff-version", "title", "message", "authors"} <= citation.keys()
+    assert "version" not in citation and project["dynamic"] == ["version"]

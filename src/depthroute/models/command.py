@@ -68,6 +68,7 @@ def convert_checkpoint(
     if tolerance is not None and not report.max_difference <= tolerance:
         raise IdentityError(report, tolerance, routed.plan.init)
     routed.to(dtype)
+    routed.identity = report
     with saving.replacing(out) as folder:
         routed.write_into(folder, adapter_only=adapter_only)
         if not adapter_only:

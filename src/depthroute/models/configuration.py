@@ -13,6 +13,8 @@ from depthroute.errors import CheckpointError, ConfigError
 from depthroute.models.architecture import ARCHITECTURES
 
 MODEL_TYPE = "depthroute"
+SHIM = "depthroute_shim"
+"""The module that a folder may hold for ``trust_remote_code=True``."""
 
 
 class RoutedConfigMixin:
@@ -34,9 +36,16 @@ class RoutedConfigMixin:
         """The family's own configuration, as if never routed."""
         values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         values.pop("routing")
+        if has_shim(self):
+            values.pop("auto_map")
         names = values.get("architectures") or ()
         values["architectures"] = [name.removeprefix("Routed") for name in names]
         return values
+
+
+def has_shim(config: Any) -> bool:
+    """Whether it is that of a folder with a shim, which a model is then saved with again."""
+    return SHIM in str(getattr(config, "auto_map", None))
 
 
 def check_routing(values: dict[str, Any], where: str) -> None:

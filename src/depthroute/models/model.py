@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError
-from depthroute.models import attention, depth_attention, saving
+from depthroute.models import attention, depth_attention, saving, sharing
 from depthroute.models.adoption import adopted, plain_class
 from depthroute.models.architecture import Architecture, architecture_for
+from depthroute.models.configuration import has_shim
 from depthroute.models.folder import check_weights
 from depthroute.models.loaded import check_tensors, in_one_line
 from depthroute.models.regions import Regions
@@ -101,11 +102,12 @@ class RoutedModel(_Base):
         self,
         save_directory: str | os.PathLike[str],
         *args: Any,
-        adapter_only: bool = False,
         is_main_process: bool = True,
+        push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Write configuration and weights, or with ``adapter_only`` the routing alone.
+        """Write configuration, weights and a model card, or with ``adapter_only=True`` the routing
+        alone; with ``shim=True`` also what ``trust_remote_code=True`` needs, see docs/sharing.md.
 
         The folder changes at once when everything is written; an interrupted save leaves what was
         there, and a model that this library did not write is never replaced. Other arguments are
@@ -113,20 +115,45 @@ class RoutedModel(_Base):
         """
         if not is_main_process:
             return super().save_pretrained(save_directory, *args, is_main_process=False, **kwargs)
-        if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", Path(save_directory).name)
+        names = sharing.HUB_OPTIONS if push_to_hub else ()
+        for_hub = {name: kwargs.pop(name) for name in names if name in kwargs}
         with saving.replacing(save_directory) as folder:
-            self.write_into(folder, *args, adapter_only=adapter_only, **kwargs)
+            self.write_into(folder, *args, **kwargs)
+        if push_to_hub:
+            repo_id = for_hub.pop("repo_id", Path(save_directory).name)
+            self.push_to_hub(repo_id, **for_hub, **kwargs)
         return None
 
     def write_into(
-        self, folder: Path, *args: Any, adapter_only: bool = False, **kwargs: Any
+        self,
+        folder: Path,
+        *args: Any,
+        adapter_only: bool = False,
+        shim: bool = False,
+        card_name: str = "PATH OR HUB ID OF THIS FOLDER",
+        training: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """As :meth:`save_pretrained`, into a folder that is nobody's yet."""
+        """As :meth:`save_pretrained`, into a folder that is nobody's yet; for the card, what it is
+        loaded by and what came of training."""
+        if adapter_only and shim:
+            raise ConfigError(
+                "shim=True is for a whole model, which transformers loads; an adapter is attached "
+                "by depthroute.load_adapter. Leave out one of shim and adapter_only"
+            )
         if adapter_only:
             saving.save_adapter(self, folder)
         else:
             super().save_pretrained(folder, *args, **kwargs)
+            if shim or has_shim(self.config):
+                sharing.put_shim(folder)
+        card = sharing.card(self, name=card_name, adapter_only=adapter_only, training=training)
+        (folder / saving.CARD).write_text(card, encoding="utf-8")
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # pyright: ignore
+        """Upload what :meth:`save_pretrained` writes, model card included. Arguments are those of
+        transformers' and of :meth:`save_pretrained`; a card there that is somebody's own stays."""
+        return sharing.push(self, repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

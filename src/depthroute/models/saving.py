@@ -27,6 +27,11 @@ SAMPLED = 8
 _WRAPPED = ".base_layer."
 """Where PEFT keeps the weight that it adapts."""
 CONFIG = "config.json"
+CARD = "README.md"
+CARD_MARK = (
+    "<!-- Written by depthroute, and anew whenever the model is saved; without this line the text "
+    "is yours and stays. -->"
+)
 _WEIGHTS = re.compile(
     r"(?:model|pytorch_model)(?:\.(?P<one>[\w-]+?))?(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)"
     r"|(?:model\.safetensors|pytorch_model\.bin)\.index(?:\.(?P<many>[\w-]+))?\.json"
@@ -73,7 +78,14 @@ def _superseded(old: Path, new: Path) -> set[str]:
     def is_same(name: str) -> bool:
         return (new / name).is_file() and filecmp.cmp(old / name, new / name, shallow=False)
 
+    if is_own_text(old / CARD):
+        (new / CARD).unlink(missing_ok=True)
     return _stale(old, {item.name for item in new.iterdir()}, is_same)
+
+
+def is_own_text(card: Path) -> bool:
+    """Whether somebody wrote it, or changed ours and took the mark away."""
+    return card.is_file() and CARD_MARK not in card.read_text(encoding="utf-8", errors="replace")
 
 
 def _stale(old: Path, writes: set[str], is_same: Callable[[str], bool]) -> set[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -301,7 +301,8 @@ def _finish(
         "best": experiment.checkpoints.best,
     } | _places(run)
     saved = experiment.checkpoints.path(experiment.taken)
-    export(trainer, run.path / "model", vocabulary, checkpoint=saved)
+    figures = {"training steps": trainer.completed, "validation loss": experiment.last_validation}
+    export(trainer, run.path / "model", vocabulary, figures, checkpoint=saved)
 
     def whole(trainer: Trainer) -> Any:
         if not is_sharded(trainer.model):
@@ -322,9 +323,15 @@ def _finish(
 
 
 def export(
-    trainer: Trainer, folder: Path, tokenizer: Any = None, *, checkpoint: Path | None = None
+    trainer: Trainer,
+    folder: Path,
+    tokenizer: Any = None,
+    figures: Mapping[str, Any] | None = None,
+    *,
+    checkpoint: Path | None = None,
 ) -> None:
-    """The trained model: ``save_pretrained``, whole, with its tokenizer.
+    """The trained model: ``save_pretrained``, whole, with its tokenizer; ``figures`` of training
+    are for its card.
 
     Where no rank has all of it, it is what ``checkpoint`` holds.
     """
@@ -336,7 +343,8 @@ def export(
             assert checkpoint is not None
             weights = whole_weights(checkpoint)
         with saving.replacing(folder) as new:
-            model.write_into(new, **({} if weights is None else {"state_dict": weights}))
+            options = {} if weights is None else {"state_dict": weights}
+            model.write_into(new, training=figures, **options)
             if tokenizer is not None:
                 tokenizer.save_pretrained(new)
 
