@@ -116,8 +116,9 @@ def test_converting_twice_or_something_else_is_refused():
         dr.convert(torch.nn.Linear(2, 2), dr.RoutingConfig("delta"))
     with pytest.raises(dr.ConfigError, match="takes a routed model"):
         dr.revert(plain_model())
-    with pytest.raises(dr.ConfigError, match=r"LlamaForCausalLM.*not LlamaModel"):
-        dr.convert(plain_model().model, dr.RoutingConfig("delta"))
+    other = type("Other", (type(plain_model()),), {})(CONFIGS["llama"](1))
+    with pytest.raises(dr.ConfigError, match=r"LlamaForCausalLM.*not Other"):
+        dr.convert(other, dr.RoutingConfig("delta"))
     for routing in ({"method": "delta"}, "delta", None):
         with pytest.raises(dr.ConfigError, match=r"routing is .*; give a RoutingConfig"):
             dr.convert(plain_model(layers=1), routing)
