@@ -150,3 +150,10 @@ def test_recomputation_keeps_less_and_sends_the_same():
     plain, again = (plan_of(pp=2, recomputes=r) for r in (False, True))
     assert again.memory[0].activations < plain.memory[0].activations / 3
     assert again.hops == plain.hops
+
+
+def test_fsdp_leaves_no_gradients_for_later():
+    zero = {"pp": 2, "dp": 2, "schedule": "zero-bubble", "micro_batches": 4}
+    split, whole = (plan_of(mode=mode, **zero).bubble for mode in ("ddp", "fsdp"))
+    assert whole == pytest.approx(1 / 5)
+    assert split < whole or torch.__version__ < "2.13"

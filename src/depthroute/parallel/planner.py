@@ -187,7 +187,7 @@ def forecast(
         model.plan, ranks=1, schedule="gpipe", micro_batches=1
     )
     rows = batch_size // (mesh.size // mesh.tp // mesh.pp * accumulation * layout.micro_batches)
-    is_split = splits_backward(model)
+    is_split = splits_backward(model) and mesh.mode != "fsdp"  # which reduces with the inputs
     if mesh.tp > 1:
         tracing.take_a_part(model, mesh.tp)
     counts = num_parameters(model, layout)
