@@ -136,14 +136,28 @@ def test_scores_are_those_of_calling_the_harness_directly(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tokenizer_without_special_tokens_takes_the_models(harness, folder, task_data):
-    """Such as the byte tokenizer that `train` writes."""
+def test_a_tokenizer_without_special_tokens_takes_the_models(
+    harness, folder, task_data, tmp_path, monkeypatch, capfd
+):
+    """Such as the byte tokenizer that `train` writes. No bar and no program speaks meanwhile."""
+    monkeypatch.chdir(tmp_path)  # no repository: git would complain
+    told = []
     bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer().backend_tokenizer)
     assert bare.bos_token_id is None and bare.eos_token_id is None
     model = dr.from_pretrained(folder)
     model.config.bos_token_id, model.config.eos_token_id = None, [3, 4]
-    (score, _) = run_tasks(model, bare, ("piqa",), data=task_data, limit=1)
-    assert score.num_items == 1
+    capfd.readouterr()
+    (score, _) = run_tasks(
+        model,
+        bare,
+        ("piqa",),
+        data=task_data,
+        limit=1,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert score.num_items == 1 and told[-1] == (2, 2)
+    said = capfd.readouterr().err
+    assert "fatal" not in said and "loglikelihood requests" not in said
     model.config.eos_token_id = None
     with pytest.raises(DepthrouteError, match="neither the tokenizer nor the model"):
         run_tasks(model, bare, ("piqa",), data=task_data, limit=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,11 @@ def _content(path: Path) -> Any:
             return [_without(CLOCKS, r) for r in records if r["event"] != "resumed"]
         if path.name == "state.json":
             return _without(CLOCKS | OF_STATE, json.loads(path.read_text()))
+        if path.name == "run.toml":  # every trial has a folder of its own
+            return _without({"out", "data", "base", "cache"}, tomllib.loads(path.read_text()))
         if path.suffix == ".json":
             return _without(CLOCKS, json.loads(path.read_text()))
-    except (json.JSONDecodeError, DepthrouteError) as error:
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, DepthrouteError) as error:
         return f"{_DAMAGED}: {error}"
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
