@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import depthroute as dr
 from depthroute.data.batches import Batch
-from depthroute.parallel.mesh import MeshLayout
+from depthroute.parallel.mesh import SHARES_PACKED, MeshLayout
 from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import SINGLE, World
 from depthroute.train.settings import TrainSettings
@@ -79,6 +79,11 @@ SMALL = {
     },
 }
 """Of the whole matrix, what runs with every test; see tests/distributed/matrix.py."""
+
+
+SHARES_EXPERTS = tuple(map(int, torch.__version__.split(".")[:2])) >= SHARES_PACKED
+if not SHARES_EXPERTS:
+    del SMALL[2]["tp2, experts"]
 
 
 def settings_of(*changes):

@@ -10,6 +10,7 @@ from tests.support import llama_config
 import depthroute as dr
 from depthroute.cli.options import MeshOptions
 from depthroute.errors import ConfigError
+from depthroute.parallel import mesh
 from depthroute.parallel.mesh import MeshLayout
 from depthroute.parallel.world import SINGLE
 from depthroute.train import launch
@@ -67,8 +68,15 @@ def test_a_family_without_a_plan_of_tensor_parallel_is_refused_in_one_line():
         MeshLayout(dp=1, tp=2).check(meta_model(family="gpt2"), 4, 1, 8)
 
 
-def test_heads_that_ranks_do_not_share_need_not_divide():
+def test_heads_that_ranks_do_not_share_need_not_divide(monkeypatch):
+    monkeypatch.setattr(mesh, "SHARES_PACKED", (2, 0))
     MeshLayout(dp=1, tp=8).check(meta_model(family="deepseek_v3"), 4, 1, 8)
+
+
+def test_experts_that_this_torch_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setattr(mesh, "SHARES_PACKED", (99, 0))
+    with pytest.raises(ConfigError, match=r"^mixtral packs gate and up .*use torch 99\.0, or --pp"):
+        MeshLayout(dp=1, tp=2).check(meta_model(family="mixtral"), 4, 1, 8)
 
 
 @pytest.mark.parametrize(
