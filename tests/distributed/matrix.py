@@ -25,6 +25,7 @@ import depthroute as dr
 from tests.distributed.mesh_cases import (
     ACCUMULATED,
     RECOMPUTED,
+    SHARES_EXPERTS,
     Case,
     Start,
     budget,
@@ -134,6 +135,9 @@ def cases(ranks):
         found["dp2 x tp2 x pp2, zbv"] = Case(
             Start(is_tied=True), layout | SCHEDULES["zbv"], ACCUMULATED
         )
+    if not SHARES_EXPERTS:
+        packed = ("mixtral", "qwen3_moe", "deepseek_v3", "kimi_linear")
+        found = {name: c for name, c in found.items() if c.start.family not in packed}
     return found
 
 

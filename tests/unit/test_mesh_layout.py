@@ -10,7 +10,11 @@ from tests.support import llama_config
 import depthroute as dr
 from depthroute.cli.options import MeshOptions
 from depthroute.errors import ConfigError
+from depthroute.parallel import mesh
 from depthroute.parallel.mesh import MeshLayout
+from depthroute.parallel.world import SINGLE
+from depthroute.train import launch
+from depthroute.train.settings import TrainSettings
 
 
 def meta_model(layers=8, family="llama", **settings):
@@ -64,8 +68,15 @@ def test_a_family_without_a_plan_of_tensor_parallel_is_refused_in_one_line():
         MeshLayout(dp=1, tp=2).check(meta_model(family="gpt2"), 4, 1, 8)
 
 
-def test_heads_that_ranks_do_not_share_need_not_divide():
+def test_heads_that_ranks_do_not_share_need_not_divide(monkeypatch):
+    monkeypatch.setattr(mesh, "SHARES_PACKED", (2, 0))
     MeshLayout(dp=1, tp=8).check(meta_model(family="deepseek_v3"), 4, 1, 8)
+
+
+def test_experts_that_this_torch_cannot_share_are_refused(monkeypatch):
+    monkeypatch.setattr(mesh, "SHARES_PACKED", (99, 0))
+    with pytest.raises(ConfigError, match=r"^mixtral packs gate and up .*use torch 99\.0, or --pp"):
+        MeshLayout(dp=1, tp=2).check(meta_model(family="mixtral"), 4, 1, 8)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +106,10 @@ def test_options_of_the_command_make_the_layout():
     )
     with pytest.raises(ConfigError, match=re.escape("'3,x' is no list of numbers")):
         MeshOptions(pp=2, stage_layers="3,x").layout()
+
+
+def test_a_mesh_of_one_is_no_mesh_and_costs_nothing():
+    model, settings = meta_model(), TrainSettings(steps=1, batch_size=1, sequence_length=8, lr=1.0)
+    layout = MeshLayout(dp=1, tp=1, pp=1).over(1)
+    assert layout.is_plain
+    assert launch._placed(model, layout, SINGLE, settings) is model

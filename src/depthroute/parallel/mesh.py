@@ -12,6 +12,7 @@ from functools import reduce
 from math import gcd
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from depthroute.checks import check_choice, check_switch, check_whole
@@ -21,6 +22,10 @@ from depthroute.plan import Plan
 
 MODES = ("ddp", "fsdp")
 AXES = ("pp", "dp", "tp")
+PACKED = "packed_colwise"
+"""Of experts that have gate and up after each other in one matrix."""
+SHARES_PACKED = (2, 13)
+"""The torch whose DTensors may be every second part of a dimension; 2.11's may not."""
 PIPELINE_ONLY = ("schedule", "chunks", "micro_batches", "layers")
 
 
@@ -133,8 +138,10 @@ class MeshLayout:
 
 
 def tensor_plan(model: Any) -> dict[str, str]:
-    """transformers' plan of which parameters ranks share, by name in the decoder."""
-    return dict(getattr(model.config, "base_model_tp_plan", None) or {})
+    """transformers' plan of which modules of layers ranks share, by name in the decoder. Some
+    versions share embeddings too, which are whole here."""
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if ".*." in name}
 
 
 def shares_heads(plan: dict[str, str]) -> bool:
@@ -149,6 +156,13 @@ def refuse_tensor_misfits(model: Any, tp: int) -> None:
         raise ConfigError(
             f"{kind} has no plan of tensor parallel in transformers, so --tp {tp} cannot be; use "
             "--pp or --parallel fsdp"
+        )
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if PACKED in tensor_plan(model).values() and version < SHARES_PACKED:
+        raise ConfigError(
+            f"{kind} packs gate and up of its experts, and torch {torch.__version__} cannot share "
+            f"such matrices; use torch {'.'.join(map(str, SHARES_PACKED))}, or --pp or --parallel "
+            "fsdp in place of --tp"
         )
     sizes = {
         "intermediate size": getattr(config, "intermediate_size", None),

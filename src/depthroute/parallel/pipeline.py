@@ -132,7 +132,9 @@ class Pipeline:
         self._loss, self._num_targets = loss or summed_cross_entropy, 1.0
         self.is_tied = is_tied(model)
         self._num_parameters = num_parameters(model, layout)
-        self._is_split = _splits_backward(model)
+        self.splits_backward = _splits_backward(model)
+        """Whether zero-bubble schedules leave gradients of weights for later; may be set to False
+        before the first step, where something hooks on to the backward of whole stages."""
         self.stages = [
             StageModule(model, layout, stage, self.cache, self._share).to(self.device)
             for stage in layout.on(self.rank)
@@ -265,7 +267,7 @@ class Pipeline:
     def _schedule(self, trains: bool, shape: torch.Size) -> Any:
         """One for each of training and evaluation: their receive buffers have shapes."""
         if trains not in self._schedules or self._schedules[trains][0] != shape:
-            common = self.device, self.group, self.traffic, self._is_split
+            common = self.device, self.group, self.traffic, self.splits_backward
             stages: list[Any] = [_PipelineStage(stage, *common) for stage in self.stages]
             order = self.layout.order
             schedule = get_schedule_class(order.torch_name)(

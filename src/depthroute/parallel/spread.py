@@ -60,6 +60,8 @@ class Spread(nn.Module):
             roots = self.pipeline.stages
             parts = [stage.model for stage in roots]
         if layout.mode == "fsdp":
+            if self.pipeline is not None:  # FSDP2 reduces gradients with the backward of its inputs
+                self.pipeline.splits_backward = False
             for root, part in zip(roots, parts, strict=True):
                 shard(root, part, self.mesh["dp"], precision)
         self.parts = nn.ModuleList(parts)

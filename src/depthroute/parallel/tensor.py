@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from depthroute.errors import ConfigError
 from depthroute.models.adoption import adopted, routed_class
-from depthroute.parallel.mesh import shares_heads, tensor_plan
+from depthroute.parallel.mesh import PACKED, shares_heads, tensor_plan
 
 
 class Style(NamedTuple):
@@ -53,7 +53,7 @@ STYLES = {
     "rowwise": Style(Shard(-1), None, sums_output=True),
     "rowwise_split_input": Style(Shard(-1), None, splits_input=True, sums_output=True),
 }
-EXPERTS, PACKED, PARTIAL = "moe_tp_experts", "packed_colwise", "replicated_with_grad_allreduce"
+EXPERTS, PARTIAL = "moe_tp_experts", "replicated_with_grad_allreduce"
 
 
 class Entries:

@@ -182,9 +182,10 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
     layout = request.layout.over(ranks)
     layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
     if layout.mode == "fsdp" and layout.dp == 1:
+        what = "processes" if layout.is_plain else f"replicas of --tp {layout.tp} --pp {layout.pp}"
         raise ConfigError(
-            "--parallel fsdp is for several replicas, and this is one; start more processes with "
-            "torchrun, or leave it out"
+            f"--parallel fsdp is for several {what}, and this is one; start it with torchrun "
+            f"--nproc-per-node {2 * layout.size}, or leave it out"
         )
     if (layout.mode == "fsdp" or layout.tp > 1) and settings.optimizer == "muon":
         why = "--parallel fsdp shards" if layout.mode == "fsdp" else f"--tp {layout.tp} shares"
