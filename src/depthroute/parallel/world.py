@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from depthroute.errors import ConfigError, DepthrouteError
 
@@ -142,12 +144,12 @@ def _join(backend: str, rank: int, size: int) -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         distributed.init_process_group(backend)
         return
-    store, _, _ = next(iter(distributed.rendezvous("env://")))
-    store = distributed.PrefixStore(agreed_name(store, rank, size), store)
+    store, _, _ = next(iter(rendezvous("env://")))
+    store = PrefixStore(agreed_name(store, rank, size), store)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-def agreed_name(store: distributed.Store, rank: int, size: int) -> str:
+def agreed_name(store: Any, rank: int, size: int) -> str:
     """One that these processes have agreed on, whatever earlier ones have left in ``store``.
 
     Who asks is answered under a name that it has just made up, so never by what was left. The first
