@@ -26,6 +26,10 @@ depth_attention.mix_in("vllm")
 class _Routed:
     """Mixed into a model class of vLLM's Transformers backend."""
 
+    model: Any
+    text_config: Any
+    logits_processor: Any
+
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         check_servable(
             vllm_config.model_config.hf_config,
