@@ -86,9 +86,9 @@ def three(tmp_path_factory):
 
 
 FEATURES = {
-    "prefix caching": {"enable_prefix_caching": True, "block_size": 16, "max_num_seqs": 1},
+    "prefix caching": {"enable_prefix_caching": True, "block_size": 32, "max_num_seqs": 1},
     "chunked prefill": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
-    "preemption": {"num_gpu_blocks_override": 12, "block_size": 16, "enable_prefix_caching": False},
+    "preemption": {"num_gpu_blocks_override": 7, "block_size": 32, "enable_prefix_caching": False},
     "n-gram speculation": {
         "speculative_config": {
             "method": "ngram",
