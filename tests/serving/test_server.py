@@ -44,7 +44,9 @@ def server(tmp_path_factory):
     model = save_routed(tmp / "model", "llama", METHOD)
     options = ["--max-model-len", "120", "--enforce-eager"]
     with served(tmp / "model", "vllm", *options, log=tmp / "log") as address:
-        yield Served(tmp / "model", model, address)
+        server = Served(tmp / "model", model, address)
+        with server.client:
+            yield server
 
 
 def words(numbers) -> str:
@@ -124,13 +126,13 @@ def test_garbage_is_refused_and_the_server_lives_on(server):
         )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=60)
+        refused.value.close()
         assert 400 <= refused.value.code < 500
     assert server.complete(words(range(3))).choices[0].text
 
 
 @pytest.mark.parametrize("method", ["delta-block:num_blocks=2", "depth-attention"])
 def test_transformers_own_server_answers_as_generate(tmp_path, method):
-    """It has no option for the number of tokens that stop words or log-probabilities need."""
     model = save_routed(tmp_path / "model", "llama", method)
     with served(tmp_path / "model", "transformers", log=tmp_path / "log") as address:
         server = Served(tmp_path / "model", model, address)
@@ -139,5 +141,6 @@ def test_transformers_own_server_answers_as_generate(tmp_path, method):
             model=server.folder, messages=[message], max_tokens=TOKENS, temperature=0
         )
         text = chat.choices[0].message.content
+        server.client.close()
     wanted = server.expected(message["content"] + " ")
     assert text and wanted.startswith(text.split("</s>")[0].strip())

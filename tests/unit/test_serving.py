@@ -88,8 +88,8 @@ def test_it_listens_on_the_loopback_and_hands_the_rest_on(depthroute, installed,
     port = free_port()
     depthroute("serve", folder, "--port", port, "--dtype", "float32", "--", "--max-model-len", "99")
     (arguments,) = started
-    assert arguments[arguments.index("serve") :] == [
-        *("serve", folder, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
+    assert arguments[arguments.index(folder) :] == [
+        *(folder, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
         *("--max-model-len", "99"),
     ]
 

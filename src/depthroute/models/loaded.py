@@ -95,8 +95,19 @@ def check_tensors(name: Any, model: Any, info: dict[str, Any]) -> None:
             )
 
 
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a quantiser keeps other numbers than the tensor shows: torchao's say float32."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return not is_plain and not hasattr(tensor, "device_mesh")
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Also true of what cannot be asked: tensors left on disk, and types of one byte."""
-    if tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() == 1:
+    """Also true of what cannot be asked: tensors left on disk, packed, and types of one byte."""
+    if (
+        tensor.is_meta
+        or is_packed(tensor)
+        or not tensor.is_floating_point()
+        or tensor.element_size() == 1
+    ):
         return True
     return bool(tensor.detach().isfinite().all())

