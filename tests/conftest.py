@@ -45,6 +45,7 @@ def depthroute(capsys, monkeypatch):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["depthroute", *arguments])
+        capsys.readouterr()  # what the test itself has printed
         with pytest.raises(SystemExit) as ended:
             cli.main()
         printed = capsys.readouterr()

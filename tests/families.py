@@ -137,6 +137,7 @@ SHALLOW: dict[str, dict] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "cohere2": {"layer_types": ["sliding_attention", "full_attention"]},
     "gpt2": {"n_layer": 2},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],

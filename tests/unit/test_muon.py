@@ -20,6 +20,7 @@ from depthroute.models.architecture import (
 )
 from depthroute.models.convert import from_config
 from depthroute.models.loading import from_pretrained
+from depthroute.parallel.mesh import MeshLayout
 from depthroute.runs.directory import RunDirectory, refuse_another
 from depthroute.train import compare, launch
 from depthroute.train.compare import Comparison
@@ -159,10 +160,12 @@ def test_muon_without_matrices_to_train_is_refused():
         build_optimizer(model, MUON)
 
 
-def test_muon_with_sharded_matrices_is_refused(tmp_path):
+def test_muon_with_sharded_matrices_is_refused(tmp_path, monkeypatch):
     changes = {"optimizer": "muon", "steps": 2}
+    layout = MeshLayout(mode="fsdp", dp=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     request = launch.Request(
-        "book.txt", out=tmp_path / "run", parallel="fsdp", changes=changes, device="cpu"
+        "book.txt", out=tmp_path / "run", layout=layout, changes=changes, device="cpu"
     )
     with pytest.raises(ConfigError, match=r"orthogonalises whole matrices, and --parallel fsdp"):
         launch.train(request, "tiny")

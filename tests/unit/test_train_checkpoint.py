@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -18,11 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.formats import TENSORS, as_format_1, as_format_2, as_format_3
-from tests.training import SETTINGS, SMALL, build, words
+from tests.training import SETTINGS, build, words
 
 import depthroute as dr
-from depthroute import presets
-from depthroute.data.batches import Batch
 from depthroute.errors import CheckpointError
 from depthroute.parallel import stored
 from depthroute.runs.checkpoint import Checkpoints
@@ -579,51 +576,3 @@ def test_a_run_directory_is_made_where_its_link_leads_and_keeps_its_mode(tmp_pat
         assert os.readlink(tmp_path / name) == target
         assert (tmp_path / target / "metrics.jsonl").exists()
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_is_being_written_costs_a_step_less_than_five_percent(tmp_path, capsys):
-    """Steps in turns, every other one begun with a save and run while that is written; the time of
-    such a step includes making the copy. Medians of 20 turns; on a machine without a core to
-    spare, of the time that the thread itself has run."""
-    shape = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384}
-    preset = replace(SMALL, model=SMALL.model | shape)
-    trainer = Trainer(presets.build(preset, dr.RoutingConfig("delta")), replace(LONG, steps=99))
-    checkpoints = Checkpoints(tmp_path)
-    inputs = torch.randint(256, (8, 256), generator=torch.Generator().manual_seed(0))
-    batch = Batch(inputs, inputs.roll(-1, 1), None)
-    seconds = {"plain": [], "while it is written": [], "if it were waited for": []}
-    own = {"plain": [], "while it is written": []}
-
-    def timed(kind, action):
-        started, begun = time.perf_counter(), time.thread_time()
-        action()
-        trainer.take_step(batch)
-        seconds[kind].append(time.perf_counter() - started)
-        if kind in own:
-            own[kind].append(time.thread_time() - begun)
-
-    def save():
-        checkpoints.save({"delta": trainer}, {"step": trainer.completed})
-
-    timed("plain", lambda: None)
-    timed("plain", save)
-    seconds["plain"].clear(), own["plain"].clear()
-    for _ in range(20):
-        checkpoints.wait()
-        timed("plain", lambda: None)
-        timed("while it is written", save)
-        checkpoints.wait()
-        timed("if it were waited for", lambda: (save(), checkpoints.wait()))
-    plain, written, waited = map(statistics.median, seconds.values())
-    thread = statistics.median(own["while it is written"]) / statistics.median(own["plain"])
-    size = sum(file.stat().st_size for file in checkpoints.paths()[-1].iterdir()) / 1e6
-    with capsys.disabled():
-        print(
-            f"\n{size:.0f} MB; a step takes {plain:.3f} s, {written / plain:.3f} times that while "
-            f"they are written ({thread:.3f} of the thread's own time), {waited / plain:.3f} if "
-            "they were waited for"
-        )
-    assert thread < 1.05
-    if os.getloadavg()[0] < os.cpu_count():  # else the two threads wait for a core, not for work
-        assert written / plain < 1.05

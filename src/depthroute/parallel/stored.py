@@ -118,7 +118,7 @@ class Parts(StorageWriter):
             written.set_result([])
             return written
         file = self.folder / f"rank_{self.rank:05d}.safetensors"
-        save_file(parts, file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
+        save_file(parts, file, metadata={"DCP_SHARDING_INFO": json.dumps(offsets, sort_keys=True)})
         files.sync_file(file)
         checksum = (file.name, files.sha256(file))
         written.set_result(

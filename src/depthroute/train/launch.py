@@ -300,6 +300,7 @@ def _finish(
         "validation_loss": experiment.last_validation,
         "best": experiment.checkpoints.best,
     } | _places(run)
+    trainer.parts[0].identity = story.identity(run)
     saved = experiment.checkpoints.path(experiment.taken)
     figures = {"training steps": trainer.completed, "validation loss": experiment.last_validation}
     export(trainer, run.path / "model", vocabulary, figures, checkpoint=saved)

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from depthroute.json_shape import ANYTHING, NUMBER, OBJECT, TEXT, check
+from depthroute.json_shape import ANYTHING, NUMBER, TEXT, WHOLE, check
+from depthroute.models.convert import IdentityReport
 from depthroute.parallel.wrap import is_sharded
 from depthroute.runs.directory import RunDirectory
 from depthroute.train.loop import Experiment, Look
@@ -15,7 +16,14 @@ from depthroute.train.loop import Experiment, Look
 FILE = "start.json"
 _SITE = {"name": TEXT, "sources": [ANYTHING], "weights": [NUMBER]}
 _TRACE = {"mean_normalised_max": NUMBER.or_null(), "sources": [TEXT], "sites": [_SITE]}
-_SHAPE = {"identity": OBJECT, "validation_loss": NUMBER, "trace?": _TRACE}
+_IDENTITY = {
+    "max_difference": NUMBER,
+    "mean_difference": NUMBER,
+    "loss_before": NUMBER.or_null(),
+    "loss_after": NUMBER.or_null(),
+    "num_tokens": WHOLE,
+}
+_SHAPE = {"identity?": _IDENTITY, "validation_loss": NUMBER, "trace?": _TRACE}
 _MOST = 3
 """Sites that are named as those that changed most."""
 
@@ -23,15 +31,18 @@ _MOST = 3
 def begin(experiment: Experiment, look: Look | None, note: Callable[[str], None]) -> None:
     """Before the first step: is it the base, how good is it, where does it read."""
     trainer = experiment.trainer
-    identity, loss = trainer.inner.identity, trainer.validate(experiment.validation)
+    identity: IdentityReport | None = getattr(trainer.parts[0], "identity", None)
+    loss = trainer.validate(experiment.validation)
     (label,) = experiment.trainers
     tokens = sum(batch.num_targets for batch in experiment.validation)
     experiment.record("validation", label, step=0, loss=loss, tokens=tokens)
     if not experiment.world.is_main:
         return
-    note(str(identity))
+    if identity is not None:
+        note(str(identity))
     note(f"validation loss before the first step: {loss:.4f}")
-    start: dict[str, Any] = {"identity": asdict(identity), "validation_loss": loss}
+    start: dict[str, Any] = {"validation_loss": loss}
+    start |= {} if identity is None else {"identity": asdict(identity)}
     if look is not None and not is_sharded(trainer.model):
         traces = experiment.traces(look, note, is_recorded=False)
         start |= {"trace": traces[0]} if traces else {}
@@ -40,13 +51,28 @@ def begin(experiment: Experiment, look: Look | None, note: Callable[[str], None]
 
 def end(run: RunDirectory, traces: list[dict[str, Any]]) -> dict[str, Any]:
     """What the summary says of it; nothing where the start is not known."""
+    start = _start(run)
+    if not start:
+        return {}
+    story = {"validation_loss_before": start["validation_loss"]}
+    if "identity" in start:
+        story["identity"] = start["identity"]
+    if "trace" in start and traces:
+        story["routing"] = _changes(start["trace"], traces[0])
+    return story
+
+
+def identity(run: RunDirectory) -> IdentityReport | None:
+    """Of the conversion that the run began with; one that goes on converts nothing."""
+    found = _start(run).get("identity")
+    return None if found is None else IdentityReport(**{name: found[name] for name in _IDENTITY})
+
+
+def _start(run: RunDirectory) -> dict[str, Any]:
     with suppress(ValueError):  # damaged, or of a run that was begun before there was such a file
         start = run.read_json(FILE)
         check(start, _SHAPE, FILE)
-        story = {"identity": start["identity"], "validation_loss_before": start["validation_loss"]}
-        if "trace" in start and traces:
-            story["routing"] = _changes(start["trace"], traces[0])
-        return story
+        return start
     return {}
 
 
