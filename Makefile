@@ -59,8 +59,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Files are compiled when they are imported: most of what is installed never is
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
