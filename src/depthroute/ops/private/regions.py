@@ -53,8 +53,8 @@ def recomputing(backend: Any) -> Any:
     """``backend``; Inductor keeps less of a region for its backward.
 
     By itself it keeps whatever a matrix product of the backward reads. What a kernel of the
-    backward makes again from other things that are kept, such as the output of a norm or the
-    product with a gate, is a fifth of the activations of a Llama.
+    backward makes again from other things that are kept need not be, such as the output of a norm
+    or the product with a gate.
     """
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
