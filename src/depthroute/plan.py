@@ -57,8 +57,8 @@ class Place:
     num_grouped: int
     """Sources that phase 1 of this place's group has read; the others are newer."""
     fuses: bool
-    """Whether it is a softmax over deltas and nothing else, which one kernel can do together with
-    the push before it. Phase 1 of a group needs that push done."""
+    """Whether it is a softmax over deltas (one of a single source is 1) and nothing else, which one
+    kernel can do together with the push before it. Phase 1 of a group needs that push done."""
 
 
 @dataclass(frozen=True)

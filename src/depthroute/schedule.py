@@ -191,7 +191,8 @@ class Schedule(Resolved):
     def _place(self, index: int, group: range | None, is_simple: bool, last_read: int) -> Place:
         opens = group if group is not None and group.start == index else None
         chooses, has_gate = self.chooses_at(index), self.has_gate(index)
-        is_simple = is_simple and chooses and not has_gate and opens is None
+        is_added = self.is_additive and self.reads_mix(index)  # be it a single source, of weight 1
+        is_simple = is_simple and (chooses or is_added) and not has_gate and opens is None
         return Place(
             index=index,
             name=self.name(index),

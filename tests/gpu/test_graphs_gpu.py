@@ -1,4 +1,4 @@
-"""Steps whose forward and backward are replayed as CUDA graphs are the steps without."""
+"""Steps that are replayed as CUDA graphs are the steps without."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from depthroute.bench.step import PlainTrainer, plain
 from depthroute.config import RoutingConfig
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
+from depthroute.train import pace
 from depthroute.train.graphs import WARM_UP
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
@@ -63,6 +64,7 @@ def test_captured_steps_are_the_steps_without_a_graph(changes, compiler):
     _, (expected, exact) = run(cuda_graph=False)
     assert captured.graphs.obstacle is None
     assert len(captured.graphs._captured) == min(2, captured.settings.accumulation)
+    assert len(captured.graphs._updates) == (captured.settings.optimizer == "adamw")
     assert_near(figures, expected)
     for mine, other in zip(parameters, exact, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
@@ -95,6 +97,20 @@ def test_two_trainers_take_turns_in_the_memory_of_one():
                 mine.append(trainer.validate([data.batch(100, 0)]))
     for mine, other in zip(found, alone, strict=True):
         assert_near(mine, other)
+
+
+def test_a_state_that_was_cleared_is_not_that_of_an_update_captured_before():
+    """As a comparison does that timed some steps before it begins."""
+    data, trainer = words(), Trainer(build().to("cuda"), SETTINGS)
+    with pace._restored({"delta": trainer}):
+        for step in range(WARM_UP + 3):
+            trainer.take_step(data.batch(step, 1))
+    assert len(trainer.graphs._updates) == 1
+    found, parameters = history(trainer)
+    expected, exact = history(Trainer(build().to("cuda"), replace(SETTINGS, cuda_graph=False)))
+    assert_near(found, expected)
+    for mine, other in zip(parameters, exact, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
 
 
 def test_a_hook_that_comes_later_is_called_and_a_new_shape_is_captured_anew():

@@ -139,9 +139,11 @@ def test_seeds_that_choose_and_are_reported_are_refused():
 
 def test_what_it_will_take_is_said_before_it_starts(finished):
     _, _, notes = finished
-    assert notes[0] == "measuring the speed of 2 methods"
+    assert notes[0] == "measuring the speed of standard"
     assert notes[1].startswith("10 runs of 256 tokens (0.043 epochs), 2,560 in all: about 0.")
+    assert "at the speed of standard" in notes[1]
     assert "up to 6 runs more where a best value is at an end" in notes[1]
+    assert notes[-1] == "measuring the speed of 2 methods"
 
 
 def test_a_method_run_apart_takes_the_very_steps_that_it_takes_beside_others(finished, tmp_path):
@@ -356,9 +358,9 @@ def test_a_run_that_fails_is_noted_the_others_go_on_and_a_second_start_finishes_
 
     monkeypatch.setattr(sweeping, "run_comparison", fail_once)
     notes = []
-    with pytest.raises(RunError, match=r"1 of 6 runs failed, the first with standard lr=0.25 seed"):
+    with pytest.raises(RunError, match=r"1 of 6 runs failed, the first with delta lr=0.05 seed"):
         run(rates(*RATES), tmp_path / "run", note=notes.append)
-    assert "standard lr=0.25 seed 1000 failed: no space left" in notes
+    assert "delta lr=0.05 seed 1000 failed: no space left" in notes
     assert len(calls) == 6
     again = run(rates(*RATES), tmp_path / "run", resume=True, look=look)
     assert len(calls) == 6 + 1 + 4

@@ -177,7 +177,9 @@ class ResidualStream:
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
         chosen: SiteParameters | None = site() if isinstance(site, torch.nn.Module) else site
-        if chosen is not None and self._fuses(self.place):
+        if not self.place.chooses and self.is_one_kernel:
+            chosen = self._single()
+        if chosen is not None and self.is_one_kernel:
             return self._mix(self.place, chosen, norm)
         stream = self if self.pending is None else self.settled()
         x, after = stream._route(stream.place, chosen)
@@ -196,6 +198,12 @@ class ResidualStream:
             return False
         newer = place.num_sources - (place.num_grouped if self.priors else 0)
         return ops.fuses_boundary(self.backend, self.example, newer)
+
+    def _single(self) -> SiteParameters:
+        """For a place with one source, whose weight is 1 whatever the query."""
+        plan, width = self.plan, self.example.shape[-1]
+        query = self.example.new_zeros(width, dtype=torch.float32)
+        return SiteParameters(query, None, None, plan.eps, plan.heads, plan.head_norm)
 
     def _route(self, place: Place, site: SiteParameters | None) -> tuple[Tensor, ResidualStream]:
         """With nothing pending."""

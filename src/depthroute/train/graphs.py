@@ -1,9 +1,10 @@
-"""Forward and backward as CUDA graphs, so that a small model does not wait for its launches.
+"""A step as CUDA graphs, so that a small model does not wait for its launches.
 
 A graph is a fixed list of kernels on fixed memory: it is captured for one shape of batch, is given
 its tokens by copying them into place, and leaves loss and gradients where it always leaves them.
 The first part of a step writes the gradients and the others add to them, so there is a graph for
-each. Clipping, the learning rate, the update and validation stay outside.
+each, and one for AdamW's update, which is given its rates as the others are given tokens. Clipping,
+the judgement of a step, Muon and validation stay outside.
 
 Nothing is captured before the step has run a few times as it is: then everything is compiled, tuned
 and allocated, and the last of these steps is watched for anything that waits for the device, which
@@ -54,33 +55,101 @@ class Captured:
         return self.loss
 
 
-class GradientGraphs:
-    """``run`` on the parts of steps, replayed from the fourth step on."""
+@dataclass(frozen=True)
+class Update:
+    """One of AdamW, on the gradients that the parameters held when it was captured."""
+
+    graph: torch.cuda.CUDAGraph
+    optimizer: torch.optim.AdamW
+    states: list[tuple[nn.Parameter, dict[str, Any]]]
+    """What it was captured with: a state that was loaded or cleared since is another."""
+    rates: list[Tensor]
+
+    @classmethod
+    def captured(cls, optimizer: torch.optim.AdamW, device: torch.device) -> Update | None:
+        """None where the optimiser has yet to make the state of a parameter."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for p in trained if p.grad is not None]
+        if not all(p in optimizer.state for p in trained):
+            return None
+        states = [(p, optimizer.state[p]) for p in trained]
+        graph, groups = torch.cuda.CUDAGraph(), optimizer.param_groups
+        rates = [torch.tensor(group["lr"], device=device) for group in groups]
+        settings = [{name: group[name] for name in ("lr", "capturable")} for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group |= {"lr": rate, "capturable": True}
+        try:
+            with torch.cuda.graph(graph, pool=_pool(device)):
+                optimizer.step()
+        finally:
+            for group, before in zip(groups, settings, strict=True):
+                group |= before
+        _living[device].add(graph)
+        return cls(graph, optimizer, states, rates)
+
+    @property
+    def is_valid(self) -> bool:
+        held = self.optimizer.state
+        return all(held.get(parameter) is state for parameter, state in self.states)
+
+    def replay(self) -> None:
+        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        self.graph.replay()
+
+
+class StepGraphs:
+    """``run`` on the parts of steps, and AdamW's updates, replayed from the fourth step on."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self.run, self.model = run, model
+        self.modules = list(model.modules())
+        self.parameters = list(model.parameters())
         self.steps = 0
         self.obstacle: str | None = None
         """Why nothing is captured, once that is known."""
         self._captured: dict[tuple[Any, ...], Captured] = {}
         self._gradients: dict[tuple[Any, ...], list[tuple[nn.Parameter, Tensor]]] = {}
-        self._hooks = _num_hooks(model)
+        self._updates: dict[tuple[Any, ...], Update] = {}
+        self._replayed: tuple[Any, ...] | None = None
+        """Which gradients the parameters hold; None where they are of no graph."""
+        self._hooks = self._num_hooks()
 
     def __call__(self, parts: Sequence[Batch], count: Tensor) -> Tensor:
         """The summed loss of ``parts``; the parameters hold the gradients and held none before."""
         self.steps += 1
+        self._replayed = None
         if self.steps == WARM_UP:
             with _watched() as waits:
                 total = self._as_it_is(parts, count)
             self.obstacle = waits[0] if waits else None
             return total
         # a hook is Python, which a graph leaves out
-        if self.steps < WARM_UP or self.obstacle or _num_hooks(self.model) != self._hooks:
+        if self.steps < WARM_UP or self.obstacle or self._num_hooks() != self._hooks:
             return self._as_it_is(parts, count)
         total = torch.zeros_like(count)
         for index, part in enumerate(parts):
-            total += self._replayed(part, count, is_first=index == 0)
+            total += self._replay(part, count, is_first=index == 0)
         return total
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the last step was."""
+        return self._replayed is not None
+
+    def update(self, optimizer: Any) -> None:
+        """``optimizer.step()``, with the gradients of the last call."""
+        key = self._replayed
+        if key is None or not isinstance(optimizer, torch.optim.AdamW):
+            optimizer.step()
+            return
+        if key not in self._updates or not self._updates[key].is_valid:
+            made = Update.captured(optimizer, self.parameters[0].device)
+            if made is None:
+                optimizer.step()
+                return
+            self._updates[key] = made
+        self._updates[key].replay()
 
     def _as_it_is(self, parts: Sequence[Batch], count: Tensor) -> Tensor:
         total = torch.zeros_like(count)
@@ -88,8 +157,8 @@ class GradientGraphs:
             total += self.run(part, count)
         return total
 
-    def _replayed(self, part: Batch, count: Tensor, *, is_first: bool) -> Tensor:
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+    def _replay(self, part: Batch, count: Tensor, *, is_first: bool) -> Tensor:
+        trained = [p for p in self.parameters if p.requires_grad]
         shapes = (*(x is not None and tuple(x.shape) for x in part), len(trained))
         key = (is_first, *shapes)
         if key not in self._captured:
@@ -101,6 +170,7 @@ class GradientGraphs:
         if is_first:
             for parameter, gradient in self._gradients[shapes]:
                 parameter.grad = gradient
+            self._replayed = shapes
         return loss
 
     def _capture(self, part: Batch, count: Tensor) -> Captured:
@@ -116,6 +186,12 @@ class GradientGraphs:
         _living[count.device].add(graph)
         return Captured(graph, batch, count, loss)
 
+    def _num_hooks(self) -> int:
+        return sum(
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+            for m in self.modules
+        )
+
 
 _living: dict[torch.device, WeakSet[torch.cuda.CUDAGraph]] = defaultdict(WeakSet)
 
@@ -125,13 +201,6 @@ def _pool(device: torch.device) -> Any:
     outlives a replay is never given to another. A pool ends with the last of its graphs."""
     pools = [graph.pool() for graph in _living[device]]
     return pools[0] if pools else torch.cuda.graph_pool_handle()
-
-
-def _num_hooks(model: nn.Module) -> int:
-    return sum(
-        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-        for m in model.modules()
-    )
 
 
 @contextmanager

@@ -167,7 +167,9 @@ class Experiment:
     def _step(self, label: str, rounds: tuple[int, int]) -> None:
         trainer = self.trainers[label]
         batch, checksum = self._drawn(self.seed, trainer.completed)
-        meter, resident = MemoryMeter(self.world.device), list(trainer.resident_tensors())
+        is_known = trainer.is_replayed and label in self.memory
+        resident = [] if is_known else list(trainer.resident_tensors())
+        meter = MemoryMeter(self.world.device)
         try:
             result = trainer.take_step(batch)
         except DivergenceError as error:
@@ -179,8 +181,8 @@ class Experiment:
             del self.trainers[label]
             return
         self.taken += 1
-        memory = meter.peak_bytes(resident)
-        if memory is not None:  # a graph that is replayed allocates nothing
+        memory = self.memory.get(label) if is_known else meter.peak_bytes(resident)
+        if memory is not None:
             memory = self.memory[label] = max(memory, self.memory.get(label, 0))
         memory = memory or process_memory()
         if result.skipped is not None:  # its loss may be no number, and no curve should hold it

@@ -26,7 +26,7 @@ from depthroute.config import Method, RoutingConfig
 from depthroute.data import batches
 from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.json_shape import jsonable
-from depthroute.methods import parse_assignments
+from depthroute.methods import BASELINE, parse_assignments
 from depthroute.presets import Preset
 from depthroute.runs import sweep as layout
 from depthroute.runs.directory import RunDirectory, RunError, open_run, refuse_another
@@ -347,7 +347,6 @@ def begin(sweep: Sweep, run: RunDirectory, runner: Runner, *, is_resumed: bool) 
     """Everything before the first run: what it is, how fast, and how long it will take."""
     config = _configure(sweep, run, is_resumed)
     run.append({"event": "started"})
-    _measure(sweep, run, runner.watch.note)
     _announce(sweep, run, runner)
     return config
 
@@ -367,6 +366,8 @@ def finish(
     runner(reported)
     if runner.signal:
         run.append({"event": "interrupted", "signal": runner.signal})
+    else:
+        _measure(sweep.comparison, run, runner.watch.note)
     summary = summarise_sweep(run.path)
     run.write_json("summary.json", summary)
     return summary
@@ -391,16 +392,17 @@ def _configure(sweep: Sweep, run: RunDirectory, is_resumed: bool) -> dict[str, A
     return config
 
 
-def _measure(sweep: Sweep, run: RunDirectory, note: Callable[[str], None]) -> None:
+def _measure(comparison: Comparison, run: RunDirectory, note: Callable[[str], None]) -> None:
     """Speeds side by side: runs that share a device, or follow each other, cannot tell them."""
-    labels = set(sweep.comparison.labels)
+    labels = set(comparison.labels)
     known = [r for r in run.records() if r["event"] == "speed"]
     if known and labels <= set(known[-1]["tokens_per_second"]):
         return
-    note(f"measuring the speed of {len(labels)} methods")
-    run.append({"event": "speed", "tokens_per_second": _speeds(sweep.comparison)})
+    words = next(iter(labels)) if len(labels) == 1 else f"{len(labels)} methods"
+    note(f"measuring the speed of {words}")
+    run.append({"event": "speed", "tokens_per_second": _speeds(comparison)})
     gc.collect()
-    if sweep.comparison.device.type == "cuda":
+    if comparison.device.type == "cuda":
         torch.cuda.empty_cache()  # the runs may be other processes, which need the room
 
 
@@ -418,22 +420,25 @@ def _speeds(comparison: Comparison) -> dict[str, float]:
 
 
 def _announce(sweep: Sweep, run: RunDirectory, runner: Runner) -> None:
-    """How much it will be, before it begins."""
-    speeds = [r for r in run.records() if r["event"] == "speed"][-1]["tokens_per_second"]
+    """How much it will be, before it begins, by the speed of one method: compiling all of them
+    only to know theirs would take longer than many a run."""
     comparison = sweep.comparison
+    first = min(comparison.methods, key=lambda method: method.label != BASELINE)
+    _measure(replace(comparison, methods=(first,)), run, runner.watch.note)
+    (*_, record) = (r for r in run.records() if r["event"] == "speed")
     tokens = comparison.settings.steps * comparison.settings.tokens_per_step
-    runs = {
-        label: len(comparison.seeds)
-        + (0 if label in sweep.idle else len(sweep.values) * len(sweep.seeds))
+    number = sum(
+        len(comparison.seeds) + (0 if label in sweep.idle else len(sweep.values) * len(sweep.seeds))
         for label in comparison.labels
-    }
-    number = runner.expected = sum(runs.values())
-    minutes = sum(count * tokens / speeds[label] for label, count in runs.items()) / 60
+    )
+    runner.expected = number
+    minutes = number * tokens / record["tokens_per_second"][first.label] / 60
     more = len(comparison.methods) * sweep.extend * len(sweep.seeds)
     epochs = tokens / (comparison.data.num_sequences * comparison.data.sequence_length)
     runner.watch.note(
         f"{number} runs of {tokens:,} tokens ({epochs:.2g} epochs), {number * tokens:,} in all: "
-        f"about {minutes:.1f} minutes of steps at the measured speed, one run after the other"
+        f"about {minutes:.1f} minutes of steps at the speed of {first.label}, one run after the "
+        "other"
         + (f" ({runner.jobs} go side by side)" if runner.jobs > 1 else "")
         + (f"; up to {more} runs more where a best value is at an end" if sweep.values else "")
     )
@@ -453,9 +458,11 @@ def _tune(sweep: Sweep, run: RunDirectory, config: dict[str, Any], runner: Runne
         tried = layout.tried_values(run.path)
         parts = [
             _part(sweep, run.path, method, value, seed, config)
-            for method in sweep.comparison.methods
-            for value in tried[method.label]
+            # methods first: side by side they are then compiled once each
             for seed in sweep.seeds
+            for place in range(max(map(len, tried.values())))
+            for method in sweep.comparison.methods
+            for value in tried[method.label][place : place + 1]
             if value is not None
         ]
         runner.ended = 0

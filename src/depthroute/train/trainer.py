@@ -32,7 +32,7 @@ from depthroute.parallel.wrap import (
 from depthroute.runs import environment
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.divergence import locate
-from depthroute.train.graphs import GradientGraphs
+from depthroute.train.graphs import StepGraphs
 from depthroute.train.loss import called_loss, head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
@@ -123,7 +123,7 @@ class Trainer:
         options = compile_options() if backend == "inductor" else None
         self.model.compile(backend=backend, dynamic=False, options=options)
 
-    def _graphs(self) -> GradientGraphs | None:
+    def _graphs(self) -> StepGraphs | None:
         settings, reason = self.settings, None
         if self.device.type != "cuda":
             reason = f"the model is on {self.device}, not on a CUDA device"
@@ -136,7 +136,7 @@ class Trainer:
         self._must_capture(reason)
         if reason is not None or settings.cuda_graph is False:
             return None
-        return GradientGraphs(self._part_gradients, self.inner)
+        return StepGraphs(self._part_gradients, self.inner)
 
     def _must_capture(self, obstacle: str | None) -> None:
         if obstacle is not None and self.settings.cuda_graph:
@@ -151,6 +151,12 @@ class Trainer:
     def tensors(self) -> list[tuple[str, Tensor]]:
         """What is saved of the model on this rank."""
         return named_tensors(self.model)
+
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the last step was replayed, and so took the memory of the one it was captured
+        from."""
+        return self.graphs is not None and self.graphs.is_replayed
 
     def resident_tensors(self) -> Iterator[Tensor]:
         return environment.resident_tensors(self.model, self.optimizer)
@@ -170,7 +176,7 @@ class Trainer:
         values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
         skipped = self._judge(values, parts, lr)
         if skipped is None:
-            self.optimizer.step()
+            self._update()
             self.recent.append(values["loss"])
         self.optimizer.zero_grad(set_to_none=True)
         if self.is_timed and self.device.type == "cuda":
@@ -202,6 +208,12 @@ class Trainer:
                 else:
                     total += self._part_gradients(part, count)
         return total
+
+    def _update(self) -> None:
+        if self.graphs is None:
+            self.optimizer.step()
+        else:
+            self.graphs.update(self.optimizer)
 
     def _spread_gradients(self, part: Batch, tokens: int) -> Tensor:
         assert isinstance(self.model, Spread)
