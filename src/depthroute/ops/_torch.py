@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from depthroute.ops._autocast import unrounded
 from depthroute.ops._record import (
     AttentionBackward,
     AttentionMix,
@@ -42,9 +43,7 @@ def _unrounded(function: F) -> F:
     def run(record: Any) -> Any:
         query = record.queries if hasattr(record, "queries") else record.query
         device = "cpu" if query.is_cpu else query.device.type
-        if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-            return function(record)
-        with torch.autocast(device, enabled=False):
+        with unrounded(device):
             return function(record)
 
     return cast(F, run)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import reference
+from depthroute.ops._autocast import is_autocast
 from depthroute.ops.backends import choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, from_triton
 from depthroute.ops.private.transforms import no_derivative, refuse_batched
@@ -242,14 +243,9 @@ def _wide(given: HeadLoss) -> torch.dtype:
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Of the product of a head with ``hidden``, as autocast would have it."""
     device = hidden.device.type
-    if hidden.dtype == torch.float64 or not _is_autocast(device):
+    if hidden.dtype == torch.float64 or not is_autocast(device):
         return hidden.dtype
     return torch.get_autocast_dtype(device)
-
-
-def _is_autocast(device: str) -> bool:
-    """``meta`` has none and says so with an error."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _check(
@@ -276,7 +272,7 @@ def _check(
             f"bias has shape {tuple(bias.shape)}; a weight {tuple(weight.shape)} needs "
             f"[{weight.shape[0]}]"
         )
-    if weight.dtype != hidden.dtype and not _is_autocast(hidden.device.type):
+    if weight.dtype != hidden.dtype and not is_autocast(hidden.device.type):
         raise DepthrouteError(
             f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one of them, or use autocast"
         )

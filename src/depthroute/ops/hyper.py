@@ -8,7 +8,6 @@ small matrices are an op in either case: a graph of them would be longer than th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import reference
+from depthroute.ops._autocast import unrounded
 from depthroute.ops._checks import check_sources
 from depthroute.ops.backends import RUNS, choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, applied
@@ -140,7 +140,7 @@ def _read(
     streams: Tensor, projection: Tensor, bias: Tensor, factors: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All but the rounds that make the last one, logits here, doubly stochastic."""
-    with _unrounded(streams):
+    with unrounded(streams.device.type):
         wide = reference.widen(streams)
         flat, count = wide.flatten(-2), streams.shape[-2]
         rstd = torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps)
@@ -152,7 +152,7 @@ def _read(
 
 
 def _write(streams: Tensor, output: Tensor, post: Tensor, res: Tensor) -> Tensor:
-    with _unrounded(streams):
+    with unrounded(streams.device.type):
         mixed = _weighted(res, streams.to(res.dtype))
         written = torch.addcmul(mixed, post.unsqueeze(-1), output.to(res.dtype).unsqueeze(-2))
         return written.to(streams.dtype)
@@ -163,14 +163,6 @@ def _weighted(weights: Tensor, rows: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return (weights.unsqueeze(-1) * rows.unsqueeze(-3)).sum(-2)
     return weights @ rows
-
-
-def _unrounded(example: Tensor) -> Any:
-    """Without autocast, which would round what goes into products of matrices to 16 bits."""
-    device = example.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 class Projected(NamedTuple):
