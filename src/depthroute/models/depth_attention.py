@@ -133,8 +133,9 @@ class DepthContext(NamedTuple):
 
     def resumed(self, module: nn.Module, arguments: tuple[Any, ...]) -> Attended:
         """Attends with what :class:`Paused` was given."""
-        *tensors, kwargs, self.cache.pending = arguments
-        return Attended(self.attend(module, *tensors, **kwargs))
+        *heads, mask, kwargs, self.cache.pending = arguments
+        query, key, value = (x.transpose(1, 2) for x in heads)
+        return Attended(self.attend(module, query, key, value, mask, **kwargs))
 
 
 class Paused:
@@ -148,7 +149,9 @@ class Paused:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> Any:
-        self.arguments = query, key, value, mask, kwargs, self.cache.pending
+        # as they lie in memory: a graph has gradients of its results copied to be contiguous
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        self.arguments = *heads, mask, kwargs, self.cache.pending
         batch, heads, length, _ = query.shape
         return value.new_zeros(batch, length, heads, value.shape[-1]), None
 

@@ -126,6 +126,6 @@ class DepthAttentionMix(torch.autograd.Function):
         results = op.dispatched(*record) if torch.is_grad_enabled() else op(record)
         dquery, dkeys, dvalues = results
         repeats = query.shape[1] // dquery.shape[1]
-        if repeats > 1:  # which a compiler fuses into whatever reads it
-            dquery = dquery.repeat_interleave(repeats, 1)
+        if repeats > 1:  # a compiler fuses it into whatever reads it; rows lie as the query's do
+            dquery = dquery.transpose(1, 2).repeat_interleave(repeats, 2).transpose(1, 2)
         return None, None, dquery, *dkeys, *dvalues
