@@ -20,7 +20,7 @@ import socket
 import stat
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -96,6 +96,19 @@ def write_bytes(path: StrPath, data: bytes) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+def create(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
+    """A new file of these pieces, on the disk; the SHA-256 that it should have."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    digest = hashlib.sha256()
+    with open(os.open(path, flags, 0o666), "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def write_named(path: StrPath, text: str) -> None:

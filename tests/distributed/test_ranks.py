@@ -85,6 +85,16 @@ def test_parts_that_lie_in_several_places_of_a_tensor_are_saved_and_loaded(seen)
     assert [rank["packed"] for rank in seen] == [{"again": True, "whole": True}] * RANKS
 
 
+def test_ranks_agree_anew_on_who_writes_what_when_the_tensors_of_one_of_them_change(seen):
+    names = ["cut", "of rank 0", "of rank 1", "shared 0", "shared 1", "shared 2"]
+    later = [*names, "late"]
+    expected = [
+        {name: [10.0 * number] for name in (names, names, later, later)[number]}
+        for number in range(4)
+    ]
+    assert [rank["written again"] for rank in seen] == [expected] * RANKS
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_the_first_rank_looks_at_the_trained_model_and_the_others_do_not_wait_for_ever(
     tmp_path, mode

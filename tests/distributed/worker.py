@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import depthroute as dr
@@ -211,6 +211,27 @@ def packed(world, folder):
     }
 
 
+def written_again(world, folder):
+    """With one set of copies: the same tensors with other numbers, then one more on one rank."""
+    group, mesh = distributed.new_group(backend="gloo"), init_device_mesh("cpu", (world.size,))
+    copies, seen = stored.Copies(), []
+    names = [f"shared {n}" for n in range(3)] + [f"of rank {world.rank}"]
+    for number in range(4):
+        if number == 2 and world.is_main:
+            names.append("late")
+        into = folder / f"written {number}"
+        if world.is_main:
+            into.mkdir()
+        world.barrier()
+        tensors = {name: torch.full((2, 3), 10.0 * number) for name in names}
+        tensors["cut"] = distribute_tensor(tensors["shared 0"], mesh, [Shard(0)])
+        stored.start_writing(tensors, into, lambda checksums: None, group, copies).result()
+        world.barrier()
+        whole = stored.read_whole(into, stored.about(into))
+        seen.append({name: tensor.unique().tolist() for name, tensor in sorted(whole.items())})
+    return seen
+
+
 def main(folder):
     torch.set_num_threads(1)
     with joined(torch.device("cpu")) as world:
@@ -230,6 +251,7 @@ def main(folder):
                 found[mode]["full disk"] = full_disk(world, mode, folder / mode)
                 found[mode]["diverged"] = diverged(world, mode)
             found["packed"] = packed(world, folder / "ddp")
+            found["written again"] = written_again(world, folder / "ddp")
         except Exception:
             found["error"] = traceback.format_exc()
             (folder / f"rank_{world.rank}.json").write_text(json.dumps(found))

@@ -20,8 +20,8 @@ from tests.formats import TENSORS, as_format_1, as_format_2, as_format_3
 from tests.training import SETTINGS, build, words
 
 import depthroute as dr
+from depthroute import files
 from depthroute.errors import CheckpointError
-from depthroute.parallel import stored
 from depthroute.runs.checkpoint import Checkpoints
 from depthroute.runs.directory import RunDirectory, RunError
 from depthroute.train.interrupt import stop_signals
@@ -225,13 +225,13 @@ def test_a_full_disk_is_one_clear_error_and_keeps_the_last_good_checkpoint(tmp_p
 @pytest.fixture
 def held_write(monkeypatch):
     """Files are not written before this is set."""
-    event, write = threading.Event(), stored.save_file
+    event, write = threading.Event(), files.create
 
     def wait_and_write(*args, **kwargs):
         assert event.wait(60)
-        write(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    monkeypatch.setattr(stored, "save_file", wait_and_write)
+    monkeypatch.setattr(files, "create", wait_and_write)
     return event
 
 
