@@ -190,3 +190,21 @@ def test_few_tokens_without_a_gradient_are_mixed_as_many_are(shape, dtype, scale
     assert not _torch.is_few(more)
     expected = ops.reference.depth_mix(sources, query, **settings)
     assert_close(ops.depth_mix(sources, query, backend="torch", **settings), expected)
+
+
+@pytest.mark.parametrize("case", ["plain", "bfloat16", "residual", "heads", "prior", "prior_alone"])
+def test_a_compiler_sees_into_a_mix_that_keeps_nothing_for_backward(case):
+    """It fuses the arithmetic with what is around it, where a call of ours would cost more."""
+    given, graphs = mix_arguments(case), []
+
+    def run(record):
+        return mix.boundary(record, None, mix.ALONE, "torch").x
+
+    def captured(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    with torch.no_grad():
+        traced = torch.compile(run, backend=captured, fullgraph=True)(given)
+        assert_close(traced, run(given))
+    assert len(graphs) == 1 and "depthroute" not in graphs[0]

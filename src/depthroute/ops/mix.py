@@ -145,7 +145,9 @@ def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: st
 
 def _torch_alone(mix: Mix) -> Tensor | None:
     """x, with nothing kept for backward."""
-    if _torch.is_few(mix) and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # it fuses the definition, and cannot see into an op
+        return _by_definition(mix, None)
+    if _torch.is_few(mix):
         RUNS["depth_mix", "torch"] += 1
         return _torch.few_forward(mix)
     return _call("torch", mix).x
