@@ -70,6 +70,7 @@ SMALL = {
     },
     4: {
         "tp2 x pp2": Case(Start("attnres block", layers=4), {"tp": 2, "pp": 2, "chunks": 2}),
+        "dp2 x pp2": Case(Start(layers=4, is_tied=True), {"dp": 2, "pp": 2}),
         "dp2 x pp2, fsdp": Case(
             Start(layers=4, is_tied=True), {"dp": 2, "pp": 2, "mode": "fsdp"}, ACCUMULATED
         ),

@@ -13,11 +13,15 @@ from torch import distributed
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import depthroute as dr
 from depthroute.errors import DepthrouteError
 from depthroute.parallel.layout import PipelineLayout
-from depthroute.parallel.pipeline import Pipeline
+from depthroute.parallel.mesh import MeshLayout
+from depthroute.parallel.pipeline import Pipeline, summed_cross_entropy
+from depthroute.parallel.spread import Spread
+from depthroute.parallel.world import World
 from tests.distributed import mesh_cases
 from tests.families import family_model
 from tests.support import METHODS, disturb_routing, routed_model, tokens
@@ -42,6 +46,7 @@ class Case:
     padded: bool = False
     evaluates: bool = False
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
     steps: int = 1
 
 
@@ -118,6 +123,20 @@ ON_FOUR = {
     ),
     **BYTES,
 }
+SEVERAL_CHUNKS = [
+    ("attnres block", interleaved(3)),
+    ("attnres block", {"schedule": "zbv"}),
+    ("attnres block", {"schedule": "gpipe"}),
+    # of which torch cannot leave any gradient for later
+    ("attnres two-phase", {"schedule": "zbv"}),
+    ("attnres two-phase", {"schedule": "zero-bubble", "chunks": 2}),
+    ("delta block", interleaved(4)),
+    ("delta", interleaved(2, cache=False)),
+    ("depth attention stride 1", interleaved(2)),
+    ("x0-skip learned", interleaved(2)),
+    ("standard", interleaved(2)),
+]
+"""Of one process."""
 
 
 def build(case):
@@ -131,17 +150,18 @@ def build(case):
         model.freeze_base()
     if case.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.to(case.dtype).train(case.checkpointed)
+    return model.to(case.device, case.dtype).train(case.checkpointed)
 
 
 def batches(case, step):
     """Two, of which the second is for accumulation."""
     for part in range(1 + case.accumulated):
-        ids, targets = (tokens(BATCH, LENGTH, seed=10 * step + 2 * part + i) for i in (0, 1))
+        seeds = (10 * step + 2 * part + i for i in (0, 1))
+        ids, targets = (tokens(BATCH, LENGTH, seed=seed).to(case.device) for seed in seeds)
         arguments = {}
         if case.padded:
             lengths = torch.arange(BATCH) % 4 + LENGTH - 4
-            mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+            mask = (torch.arange(LENGTH) < lengths[:, None]).long().to(case.device)
             targets, arguments = targets.where(mask > 0, -100), {"attention_mask": mask}
         yield ids, targets, arguments
 
@@ -178,7 +198,7 @@ def run(case, ranks):
     embedding = next(name for name, p in model.named_parameters() if p is table)
     wanted = {"micro_batches": max(4, ranks)} | case.layout
     layout = PipelineLayout.of(model.plan, ranks=ranks, **wanted)
-    pipeline = Pipeline(model, layout)
+    pipeline = Pipeline(model, layout, device=case.device)
     found = {"losses": [], "expected": [], "norms": [], "expected_norms": [], "worst": [0.0, ""]}
     for step, (losses, gradients, norm) in enumerate(alone(case)):
         found["expected"] += losses
@@ -254,6 +274,32 @@ def saved(folder):
     return losses
 
 
+class Sums(TorchDispatchMode):
+    """The shapes of what ranks sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "all_reduce" in str(func):
+            self.shapes.append(list(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def sums(method):
+    """Of two ranks that share every layer, in forward and in backward."""
+    model = routed_model(method, layers=4)
+    Spread(model, MeshLayout(dp=1, tp=2), World(distributed.get_rank(), 2))
+    with Sums() as forward:
+        loss = summed_cross_entropy(
+            model, {"input_ids": tokens(BATCH, LENGTH), "use_cache": False}, tokens(BATCH, LENGTH)
+        )
+    with Sums() as backward:
+        loss.backward()
+    return forward.shapes, backward.shapes
+
+
 def refusal(action):
     try:
         action()
@@ -291,6 +337,7 @@ def main(folder):
         if ranks == 2:
             found["refusals"] = refusals(ranks)
             found["saved"] = saved(folder / "saved")
+            found["sums"] = {method: sums(method) for method in ("standard", "delta block")}
         else:
             found["two pipelines"] = two_pipelines()
         for name, case in mesh_cases.SMALL[ranks].items():

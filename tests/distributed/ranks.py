@@ -6,7 +6,10 @@ import os
 import socket
 import sys
 import traceback
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch import distributed
 
 from tests.processes import forked_python
 
@@ -17,6 +20,17 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def one_rank(device):
+    """A process group of this process alone."""
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def start_ranks(*command, folder, ranks=2):

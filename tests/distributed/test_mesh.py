@@ -9,6 +9,7 @@ import json
 import pytest
 
 from tests.distributed.mesh_cases import SMALL, budget, faults
+from tests.distributed.pipeline_worker import BATCH, LENGTH
 from tests.distributed.ranks import seen_by_ranks, start_ranks, wait
 
 WORKER = "tests.distributed.pipeline_worker"
@@ -19,6 +20,18 @@ NAMES = {2: "pipeline_of_two", 4: "pipeline_of_four"}
 def test_a_mesh_of_ranks_equals_one_process(tmp_path_factory, ranks, case):
     seen = seen_by_ranks(tmp_path_factory, NAMES[ranks], WORKER, ranks)
     assert faults([rank[case] for rank in seen], budget(SMALL[ranks][case])) == []
+
+
+@pytest.mark.parametrize("method", ["standard", "delta block"])
+def test_ranks_that_share_layers_sum_two_tensors_a_layer_forward_and_two_backward(
+    tmp_path_factory, method
+):
+    """Whatever reads them: queries, keys and values, gate and up are given one sum; and one more
+    for what the loss, which is shared by tokens, gives back."""
+    for rank in seen_by_ranks(tmp_path_factory, NAMES[2], WORKER, 2):
+        forward, backward = rank["sums"][method]
+        assert forward == [[BATCH, LENGTH, 32]] * 2 * 4
+        assert backward == [[BATCH, LENGTH, 32]] * (2 * 4 + 1)
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ norms compute in whatever they are given.
 import re
 
 import pytest
-from torch import distributed
 
 from depthroute.parallel.mesh import MeshLayout
 from depthroute.parallel.planner import forecast
@@ -21,13 +20,13 @@ from tests.distributed.pipeline_worker import (
     LENGTH,
     ON_FOUR,
     ON_TWO,
+    SEVERAL_CHUNKS,
     TIED,
     Case,
     build,
-    interleaved,
     run,
 )
-from tests.distributed.ranks import ROOT, seen_by_ranks, start_ranks, wait
+from tests.distributed.ranks import ROOT, one_rank, seen_by_ranks, start_ranks, wait
 
 WORKER = "tests.distributed.pipeline_worker"
 
@@ -146,24 +145,11 @@ def test_what_one_layout_saves_another_loads_and_so_does_the_whole_model(seen_by
         assert abs(trained - rank["tied"]["expected"][0]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("method", "layout"),
-    [
-        ("attnres block", interleaved(3)),
-        ("attnres block", {"schedule": "zbv"}),
-        ("attnres block", {"schedule": "gpipe"}),
-        # of which torch cannot leave any gradient for later
-        ("attnres two-phase", {"schedule": "zbv"}),
-        ("attnres two-phase", {"schedule": "zero-bubble", "chunks": 2}),
-    ],
-)
+@pytest.mark.parametrize(("method", "layout"), SEVERAL_CHUNKS)
 def test_one_process_runs_several_chunks_without_sending(method, layout):
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
+    with one_rank("cpu"):
         case = Case(method, layers=4, model=TIED, layout=layout, evaluates=True)
         found = run(case, ranks=1)
-    finally:
-        distributed.destroy_process_group()
     check_equals_one_process([found])
     assert found["evaluated"][0] == pytest.approx(found["evaluated"][1], abs=1e-12)
     assert set(map(tuple, found["bytes"].values())) == {(0, 0)}

@@ -28,8 +28,16 @@ def meta_model(layers=8, family="llama", **settings):
     [
         ({"dp": 2, "tp": 2, "pp": 2}, 6, "takes 8 processes and there are 6; .*per-node 8"),
         ({"dp": 2, "tp": 2}, 8, "takes 4 processes and there are 8; .*or use --dp 4"),
-        ({"tp": 4}, 6, "in multiples of 4 and there are 6; start 4, or"),
-        ({"tp": 2}, 1, "in multiples of 2 and there are 1; start 2"),
+        (
+            {"tp": 4},
+            6,
+            "in multiples of 4 and there are 6; start 4 with torchrun .*, or .*divides 6",
+        ),
+        (
+            {"tp": 2},
+            1,
+            "in multiples of 2 and there is 1; start 2 with torchrun --nproc-per-node 2$",
+        ),
     ],
 )
 def test_a_wrong_number_of_processes_is_refused_with_one_that_fits(layout, ranks, message):
@@ -43,11 +51,16 @@ def test_a_wrong_number_of_processes_is_refused_with_one_that_fits(layout, ranks
         ({"tp": 3}, r"--tp 3 does not divide 4 \(attention heads\).*; use 1, 2$"),
         ({"tp": 4}, r"--tp 4 does not divide 2 \(key-value heads\) of this llama model; use 1, 2$"),
         ({"pp": 16}, "16 stages, and the model has 8 layers.*use at most 8 ranks of 1 chunks"),
+        ({"pp": 2, "chunks": 5}, "10 stages, and the model has 8 .*use at most 4 chunks a rank"),
+        ({"pp": 6, "chunks": 2}, "12 stages, .*use at most 4 ranks of 2 chunks"),
         ({"pp": 2, "chunks": 2, "schedule": "1f1b"}, "runs 1 chunks a rank, not 2; use chunks=1"),
         ({"pp": 4, "micro_batches": 2}, "leave some of the 4 ranks"),
         ({"pp": 4, "chunks": 2, "micro_batches": 9}, "cannot go round 4 ranks.*use 8 or 10"),
         ({"pp": 2, "layers": (1, 1)}, "need 2 numbers that sum to the model's 8 layers"),
-        ({"pp": 2, "micro_batches": 5}, r"batch_size=16 .* 5 micro-batches; use a multiple of 5"),
+        (
+            {"pp": 2, "micro_batches": 5},
+            r"batch_size=16 .* 5 micro-batches; use a multiple of 5, or .*--micro",
+        ),
         ({"dp": 3}, "batch_size=16 does not split over 3 ranks .*use a multiple of 3"),
     ],
 )
@@ -106,6 +119,24 @@ def test_options_of_the_command_make_the_layout():
     )
     with pytest.raises(ConfigError, match=re.escape("'3,x' is no list of numbers")):
         MeshOptions(pp=2, stage_layers="3,x").layout()
+
+
+@pytest.mark.parametrize("setting", ["compile=aot_eager", "cuda_graph=true"])
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_compiled_or_captured_step_over_a_mesh_is_refused_before_text_is_read(
+    monkeypatch, tmp_path, setting, axis
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    name, _, value = setting.partition("=")
+    request = launch.Request(
+        "nowhere.txt",
+        out=tmp_path / "run",
+        layout=MeshLayout(**{axis: 2}),
+        changes={"steps": 1, name: True if value == "true" else value},
+    )
+    with pytest.raises(ConfigError, match=rf"^--set {setting} is not for a model over .*leave it"):
+        launch.train(request, "tiny")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_mesh_of_one_is_no_mesh_and_costs_nothing():

@@ -235,8 +235,10 @@ def _refuse_misfits(plan: Plan, schedule: str, ranks: int, chunks: int) -> None:
             f"or for {chunks} one of {', '.join(others)}"
         )
     if stages > plan.num_layers:
-        fits = [p for p in range(1, ranks) if p * chunks <= plan.num_layers]
-        hint = f"at most {fits[-1]} ranks of {chunks} chunks" if fits else "fewer chunks"
+        fits = plan.num_layers // ranks
+        hint = f"at most {fits} chunks a rank"
+        if fits < least:
+            hint = f"at most {plan.num_layers // least} ranks of {least} chunks"
         raise ConfigError(
             f"{ranks} ranks x {chunks} chunks are {stages} stages, and the model has "
             f"{plan.num_layers} layers, of which each stage needs one; use {hint}"

@@ -76,16 +76,18 @@ class MeshLayout:
             return self
         dp = "" if self.dp is None else f"--dp {self.dp} "
         wanted = f"{dp}--tp {self.tp} --pp {self.pp}"
+        there = f"there {'is' if ranks == 1 else 'are'} {ranks}"
         if self.dp is None:
+            most = max(1, ranks // each) * each
+            others = f", or choose --tp and --pp whose product divides {ranks}" * (ranks > 1)
             raise ConfigError(
-                f"{wanted} takes processes in multiples of {each} and there are {ranks}; start "
-                f"{max(1, ranks // each) * each}, or choose --tp and --pp whose product divides "
-                f"{ranks}"
+                f"{wanted} takes processes in multiples of {each} and {there}; start {most} with "
+                f"torchrun --nproc-per-node {most}{others}"
             )
         fits = f", or use --dp {ranks // each}" if ranks % each == 0 else ""
         raise ConfigError(
-            f"{wanted} takes {self.size} processes and there {'is' if ranks == 1 else 'are'} "
-            f"{ranks}; start it with torchrun --nproc-per-node {self.size}{fits}"
+            f"{wanted} takes {self.size} processes and {there}; start it with torchrun "
+            f"--nproc-per-node {self.size}{fits}"
         )
 
     def part(self, rank: int) -> tuple[int, int]:
@@ -117,10 +119,13 @@ class MeshLayout:
         parts = self.dp * accumulation * (1 if pipeline is None else pipeline.micro_batches)
         if batch_size % parts:
             over = f"{self.dp} replicas" if not self.is_plain else f"{self.dp} ranks"
-            micro = "" if pipeline is None else f" times {pipeline.micro_batches} micro-batches"
+            micro = others = ""
+            if pipeline is not None:
+                micro = f" times {pipeline.micro_batches} micro-batches"
+                others = ", or another number of --micro-batches"
             raise ConfigError(
                 f"train.batch_size={batch_size} does not split over {over} times "
-                f"accumulation={accumulation}{micro}; use a multiple of {parts}"
+                f"accumulation={accumulation}{micro}; use a multiple of {parts}{others}"
             )
         if length % self.tp:
             raise ConfigError(

@@ -13,7 +13,6 @@ tokens: each rank takes its part of them through the whole head, in chunks as ev
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -53,31 +52,33 @@ STYLES = {
     "rowwise": Style(Shard(-1), None, sums_output=True),
     "rowwise_split_input": Style(Shard(-1), None, splits_input=True, sums_output=True),
 }
+_COPY = "_depthroute_entered"
 EXPERTS, PARTIAL = "moe_tp_experts", "replicated_with_grad_allreduce"
 
 
-class Entries:
-    """Of the modules that read one tensor: they share its copy, whose gradient is then summed over
-    ranks once and not once for each of them."""
+class _Entry(torch.autograd.Function):
+    """The tensor itself; in backward, ranks' gradients of it are summed."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self._last: tuple[Any, Any] = (lambda: None, lambda: None)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.detach()  # no view of x, which has to go when nobody reads it any more
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x``; in backward, ranks' gradients are summed."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        original, last = self._last
-        copy = last() if original() is x else None
-        if copy is None:
-            copy = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-            copy = copy.to_local(grad_placements=[Partial()])
-            self._last = weakref.ref(x), weakref.ref(copy)
-        return copy
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _changed(gradients[0], ctx.mesh, Partial(), Replicate()), None
 
-    def __deepcopy__(self, memo: Any) -> Entries:
-        return Entries(self.mesh)
+
+def _entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``x`` for a module that ranks share. All that read it are given one copy, so its gradient is
+    summed over ranks once, and not once for each of them."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    copy = getattr(x, _COPY, None)
+    if copy is None:
+        copy = _Entry.apply(x, mesh)
+        setattr(x, _COPY, copy)
+    return copy
 
 
 class Shared(nn.Module):
@@ -85,14 +86,13 @@ class Shared(nn.Module):
 
     prefix = "Shared"
     style: Style
-    entries: Entries
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
-        style, mesh = self.style, self.entries.mesh
+        style, mesh = self.style, _mesh_of(self)
         if style.splits_input:
             x = _changed(x, mesh, Replicate(), Shard(-1))
         elif not style.sums_output:
-            x = self.entries(x)
+            x = _entered(x, mesh)
         with _own_parameters(self) as bias:
             output = super().forward(x, *others)
         if style.gathers_output:
@@ -107,13 +107,19 @@ class SharedExperts(nn.Module):
     """Mixed into a family's experts, each of which all ranks share."""
 
     prefix = "Shared"
-    entries: Entries
 
     def forward(self, hidden: Tensor, indices: Tensor, weights: Tensor, *others: Any) -> Tensor:
-        mesh = self.entries.mesh
+        mesh = _mesh_of(self)
+        hidden, weights = _entered(hidden, mesh), _entered(weights, mesh)
         with _own_parameters(self):
-            output = super().forward(self.entries(hidden), indices, Entries(mesh)(weights), *others)
+            output = super().forward(hidden, indices, weights, *others)
         return _changed(output, mesh, Partial(), Replicate())
+
+
+def _mesh_of(module: nn.Module) -> DeviceMesh:
+    """Of the ranks that share its parameters."""
+    parameters = module.parameters(recurse=False)
+    return next(p.device_mesh for p in parameters if isinstance(p, DTensor))
 
 
 def _changed(x: Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> Tensor:
@@ -145,18 +151,15 @@ def share(model: Any, mesh: DeviceMesh) -> frozenset[str]:
     plan, decoder = tensor_plan(model), model.base_model
     prefix = f"{model.base_model_prefix}."
     partial: set[str] = set()
-    entries: dict[str, Entries] = {}
     for name, module in list(decoder.named_modules()):
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        home = name.rpartition(".")[0]
         if style == PARTIAL:
             partial |= {f"{prefix}{name}.{own}" for own, _ in module.named_parameters()}
         elif style == EXPERTS:
             shared = _shared_experts(module, name, plan, mesh)
             _put(decoder, name, shared)
         elif style is not None:
-            inputs = entries.setdefault(home, Entries(mesh))
-            _put(decoder, name, _shared_linear(module, name, style, inputs))
+            _put(decoder, name, _shared_linear(module, name, style, mesh))
     partial |= _partial_gates(model, plan, prefix)
     partial |= _share_ends(model, mesh)
     return frozenset(partial)
@@ -167,7 +170,7 @@ def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
     decoder.get_submodule(home)._modules[leaf] = module
 
 
-def _shared_linear(module: nn.Module, name: str, style: str, entries: Entries) -> nn.Module:
+def _shared_linear(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> nn.Module:
     if style not in STYLES or type(module) is not nn.Linear:
         raise ConfigError(
             f"tensor parallel cannot share {name}: it is a {type(module).__name__} of style "
@@ -175,16 +178,15 @@ def _shared_linear(module: nn.Module, name: str, style: str, entries: Entries) -
             "fsdp"
         )
     shared = adopted(routed_class(type(module), Shared), module)
-    shared.style, shared.entries = STYLES[style], entries
-    _distribute(shared, "weight", shared.style.weight, entries.mesh)
+    shared.style = STYLES[style]
+    _distribute(shared, "weight", shared.style.weight, mesh)
     if module.bias is not None and shared.style.bias is not None:
-        _distribute(shared, "bias", shared.style.bias, entries.mesh)
+        _distribute(shared, "bias", shared.style.bias, mesh)
     return shared
 
 
 def _shared_experts(module: nn.Module, name: str, plan: Any, mesh: DeviceMesh) -> nn.Module:
     shared = adopted(routed_class(type(module), SharedExperts), module)
-    shared.entries = Entries(mesh)
     kind = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     for own, parameter in module.named_parameters(recurse=False):
         style = plan.get(f"{kind}.{own}")
@@ -222,7 +224,7 @@ def _share_ends(model: Any, mesh: DeviceMesh) -> set[str]:
     """The loss is shared by tokens, so what comes before the head needs the sum of its gradients,
     and the head's own are partial. A tied embedding's are whole and made partial too."""
     norm = getattr(model.base_model, model.architecture.final_norm)
-    norm.register_forward_hook(lambda module, inputs, output: Entries(mesh)(output))
+    norm.register_forward_hook(lambda module, inputs, output: _entered(output, mesh))
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if head.weight is table.weight:
         table.register_forward_hook(lambda module, inputs, output: _divided(output, mesh.size()))

@@ -198,11 +198,12 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
             f"--set optimizer=muon orthogonalises whole matrices, and {why} them; use --parallel "
             "ddp and --pp, or optimizer=adamw"
         )
-    if not layout.is_plain and settings.compile is not None:
-        raise ConfigError(
-            f"--set compile={settings.compile} is not for a model over --tp or --pp; leave it out, "
-            "or use --parallel ddp or fsdp alone"
-        )
+    for name in ("compile", "cuda_graph"):
+        if (value := getattr(settings, name)) and not layout.is_plain:
+            raise ConfigError(
+                f"--set {name}={str(value).lower()} is not for a model over --tp or --pp; leave it "
+                "out, or use --parallel ddp or fsdp alone"
+            )
     return layout
 
 
