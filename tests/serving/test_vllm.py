@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from examples.serve_real import compared, generated
 
-from tests.serving.engine import answers
-from tests.serving.models import PROMPTS, assert_equal, generated, save_routed
+from tests.serving.engine import TOKENS, answers
+from tests.serving.models import PROMPTS, assert_equal, save_routed
 
 pytestmark = pytest.mark.serving
 
@@ -21,7 +22,8 @@ METHODS = [
 ]  # fmt: skip
 FAMILIES = [
     "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "granite", "olmo2", "gemma2",
-    "gemma3_text", "phi3", "gpt_neox", "cohere2", "mixtral", "qwen3_moe",
+    "gemma3_text", "phi3", "gpt_neox", "cohere2", "mixtral", "qwen3_moe", "exaone4", "olmo3",
+    "ernie4_5", "glm4", "gpt_oss",
 ]  # fmt: skip
 PAIRS = [
     *(("llama", method) for method in METHODS),
@@ -39,31 +41,34 @@ PAIRS = [
 REFUSED = {
     ("gpt2", "delta"): "vLLM cannot serve this gpt2 model",
     ("kimi_linear", "delta"): "its linear attention keeps a state",
+    ("llama4_text", "delta"): "its experts are stored transposed",
+    ("lfm2", "delta"): "its convolution keeps a state",
+    ("qwen3_next", "delta"): "its linear attention keeps a state",
     ("deepseek_v3", "depth-attention"): "it mixes a latent",
 }
 BLOCKS = ["delta-block:num_blocks=2", "attnres-block:num_blocks=2", "depth-attention"]
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory):
+def pairs(tmp_path_factory):
     """Of every pair: what vLLM answers, all in one process, and what generate does."""
     tmp, expected, jobs = tmp_path_factory.mktemp("pairs"), {}, []
     for number, pair in enumerate([*PAIRS, *REFUSED]):
         folder = tmp / str(number)
         model = save_routed(folder, *pair)
-        expected[pair] = None if pair in REFUSED else generated(model, PROMPTS)
+        expected[pair] = None if pair in REFUSED else generated(model, PROMPTS, TOKENS)
         jobs.append({"folder": str(folder), "prompts": PROMPTS})
     return dict(zip(expected, zip(answers(jobs, tmp), expected.values(), strict=True), strict=True))
 
 
 @pytest.mark.parametrize(("family", "method"), PAIRS)
-def test_vllm_answers_as_generate(compared, family, method):
-    assert_equal(*compared[family, method])
+def test_vllm_answers_as_generate(pairs, family, method):
+    assert_equal(*pairs[family, method])
 
 
 @pytest.mark.parametrize(("family", "method"), REFUSED)
-def test_what_vllm_cannot_run_is_refused_in_a_sentence(compared, family, method):
-    answer, _ = compared[family, method]
+def test_what_vllm_cannot_run_is_refused_in_a_sentence(pairs, family, method):
+    answer, _ = pairs[family, method]
     assert answer["error"].startswith("ConfigError: ")
     assert REFUSED[family, method] in answer["error"]
     assert "\n" not in answer["error"]
@@ -81,7 +86,7 @@ def three(tmp_path_factory):
     prompts += [[5, 6, 7] * 8, shared]
     for method in BLOCKS:
         model = save_routed(tmp / method, "llama", method)
-        made[method] = str(tmp / method), model, prompts, generated(model, prompts)
+        made[method] = str(tmp / method), model, prompts, generated(model, prompts, TOKENS)
     return made
 
 
@@ -172,8 +177,8 @@ def test_a_lora_adapter_answers_as_peft(three, tmp_path):
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
     adapted.save_pretrained(tmp_path / "adapter")
-    expected = generated(adapted, prompts)
-    assert expected["tokens"] != plain["tokens"]
+    expected = generated(adapted, prompts, TOKENS)
+    assert compared(expected, plain)["first differences"]
     job = {"folder": folder, "prompts": prompts, "adapter": str(tmp_path / "adapter")}
     (answer,) = answers([job | {"enable_lora": True, "max_lora_rank": 8}], tmp_path)
     adapted.unload()

@@ -23,6 +23,7 @@ from depthroute.models import depth_attention
 from depthroute.models.convert import routed_config
 from depthroute.serving import command
 from depthroute.serving.limits import check_servable
+from depthroute.serving.vllm_plugin import judge
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,6 +179,9 @@ def test_limits_are_said_with_the_family_and_the_method():
     for family, routing, settings, said in (
         ("gpt2", dr.RoutingConfig("delta"), {}, "without them"),
         ("kimi_linear", dr.RoutingConfig("attnres"), {}, "linear attention"),
+        ("lfm2", dr.RoutingConfig("attnres"), {}, "convolution"),
+        ("llama4_text", dr.RoutingConfig("delta"), {}, "transposed"),
+        ("qwen3_next", dr.RoutingConfig("delta"), {}, "linear attention"),
         ("deepseek_v3", dr.RoutingConfig("value_residual"), {}, "a latent"),
         ("llama", dr.RoutingConfig("delta", loops=2), {}, "run 2 times"),
         ("llama", dr.RoutingConfig("delta"), {"pipeline_parallel_size": 2}, "size=2"),
@@ -222,3 +226,19 @@ def test_an_engines_own_attention_mixes_under_its_own_name(method, monkeypatch):
         torch.testing.assert_close(found, ours(ids, use_cache=False).logits)
     assert len(seen) == 3
     assert all("depth" not in kwargs for kwargs in seen)
+
+
+def test_a_vllm_command_ends_with_one_line_where_its_routed_folder_is_wrong(folder, tmp_path):
+    judge(["serve", folder, f"--model={folder}", "--port", "1", str(tmp_path)])
+    (tmp_path / "config.json").write_text('{"model_type": "of another project"')
+    judge(["serve", str(tmp_path)])  # not ours to judge
+    edited(folder, tmp_path, routing={"method": "delta", "warp": 3})
+    for words in (["serve", str(tmp_path)], ["--port", "1", f"--model={tmp_path}"]):
+        with pytest.raises(SystemExit, match=r"^error: .*'warp'.*newer depthroute.$"):
+            judge(words)
+    edited(folder, tmp_path, routing={"method": "delta", "loops": 2})
+    with pytest.raises(SystemExit, match=r"^error: .*run 2 times"):
+        judge(["serve", str(tmp_path)])
+    (tmp_path / "config.json").write_text('{"model_type": "depthroute", ')
+    with pytest.raises(SystemExit, match=r"^error: .*config.json"):
+        judge(["serve", str(tmp_path)])

@@ -8,10 +8,14 @@ from depthroute.errors import ConfigError
 from depthroute.methods import METHODS
 from depthroute.models.architecture import architecture_for
 
+_NO_CACHE = "keeps a state for which vLLM's Transformers backend has no cache"
 _FAMILIES = {
     "gpt2": "its attention counts on heads in what vLLM's attention returns without them",
-    "kimi_linear": "its linear attention keeps a state for which vLLM's Transformers backend has "
-    "no cache",
+    "kimi_linear": f"its linear attention {_NO_CACHE}",
+    "llama4_text": "its experts are stored transposed, which vLLM's Transformers backend does not "
+    "load",
+    "lfm2": f"its convolution {_NO_CACHE}",
+    "qwen3_next": f"its linear attention {_NO_CACHE}",
 }
 """Those that vLLM's Transformers backend cannot run, routed or not, and why."""
 _INSTEAD = "use generate, or transformers' own server"

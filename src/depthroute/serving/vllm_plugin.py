@@ -6,7 +6,14 @@ imported where a model is made.
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from depthroute.errors import DepthrouteError
 from depthroute.models.architecture import ARCHITECTURES
+from depthroute.models.configuration import MODEL_TYPE
 
 _MODELS = "depthroute.serving.vllm_model"
 
@@ -20,3 +27,22 @@ def register() -> None:
     for architecture in ARCHITECTURES.values():
         kind = "RoutedMoEForCausalLM" if architecture.has_experts else "RoutedForCausalLM"
         vllm.ModelRegistry.register_model(f"Routed{architecture.causal_lm}", f"{_MODELS}:{kind}")
+    is_command = "vllm" in Path(sys.argv[0]).parts
+    if is_command and multiprocessing.parent_process() is None:
+        judge(sys.argv[1:])
+
+
+def judge(words: Iterable[str]) -> None:
+    """End a vLLM command whose routed folder cannot be served with one line; what is found later
+    is a traceback of every process."""
+    from depthroute.models.loading import model_config
+    from depthroute.serving.limits import check_servable
+
+    for word in words:
+        folder = Path(word.partition("=")[2] or word)
+        file = folder / "config.json"
+        if file.is_file() and f'"{MODEL_TYPE}"' in file.read_text(errors="replace"):
+            try:
+                check_servable(model_config(folder))
+            except DepthrouteError as error:
+                sys.exit(f"error: {error}")
