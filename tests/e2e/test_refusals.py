@@ -80,6 +80,7 @@ OTHER_MISTAKES = {
     "--set compile=zzz": "unknown train.compile 'zzz'; known: ",
     "--set lr=NaN": "train.lr=nan must be a finite number",
     "--set lr=0.1 --set lr=0.2": "--set: lr is given twice",
+    "--model hidden_size=8 --model hidden_size=16": "--model: hidden_size is given twice",
     "--steps 3 --set steps=4": "steps is given twice, with --steps and with --set",
     "--set steps=true": "train.steps=True must be a whole number",
     "--set decay_fraction=0.5": "has no meaning for schedule='cosine'",
@@ -87,6 +88,8 @@ OTHER_MISTAKES = {
     "--max-tokens -1": "--max-tokens=-1 must be a whole number of at least 1",
     "--text-field body": "--text-field body names a field of JSONL and Parquet",
     "--parallel fsdp": "--parallel fsdp is for several processes",
+    "--pp 2": "takes processes in multiples of 2 and there is 1; start 2 with torchrun",
+    "--schedule gpipe": "--schedule is for a pipeline; add --pp 2 or more",
     "--device meta": "--device 'meta' is no device",
 }
 

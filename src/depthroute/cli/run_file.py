@@ -36,7 +36,7 @@ class Chosen:
         }
         tables = {}
         for key, value in list(values.items()):
-            if isinstance(value, list) and (table := _table(value)) is not None:
+            if isinstance(value, list) and (table := _table(value, f"--{key}")) is not None:
                 tables[key] = table
                 del values[key]
         lines = [f"# depthroute {self.command} --config THIS-FILE", "", *_lines(values)]
@@ -133,11 +133,11 @@ def _key(assignment: str) -> str:
     return assignment.partition("=")[0].strip()
 
 
-def _table(assignments: list[str]) -> dict[str, Any] | None:
+def _table(assignments: list[str], option: str) -> dict[str, Any] | None:
     """None where TOML cannot say it: it has no null."""
     from depthroute.methods import parse_assignments
 
-    values = parse_assignments(assignments, "")
+    values = parse_assignments(assignments, option)
     return None if any(inner is None for inner in _inner(values)) else values
 
 
