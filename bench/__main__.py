@@ -10,13 +10,15 @@ import typer
 
 from bench import attention as attending
 from bench import breakdown, kernels, peers, tuning, widths
+from bench import evidence as distilling
 from bench import ops as contest
 from bench import path as paths
 from bench import precompile as compiling
+from bench import tasks as questions
 from depthroute.bench import timing
 from depthroute.bench.operators import parse_shapes
-from depthroute.bench.record import Record
-from depthroute.cli.app import Commands, main
+from depthroute.bench.record import Record, write_json
+from depthroute.cli.app import Commands, Device, main
 from depthroute.cli.bench import (
     OPERATOR_COLUMNS,
     Gpu,
@@ -26,6 +28,10 @@ from depthroute.cli.bench import (
     StepOptions,
     measure_step,
 )
+from depthroute.cli.evaluate import TaskOptions
+from depthroute.cli.look import load
+from depthroute.cli.terminal import progress
+from depthroute.evaluate.tasks import harness_version
 from depthroute.train.compiler import use_own_caches
 
 app = Commands(
@@ -238,6 +244,77 @@ def tune(
     tuning.run(record, where, jobs=jobs, seconds=seconds)
     columns, best = "kernel shape setting ms frac in_use_ms", tuning.best_rows(record.rows)
     output.finish(record, columns, "launch settings", best)
+
+
+@app.command(
+    epilog="Example: `python -m bench evidence runs/grid_a --out bench/results/evidence_a.json`"
+)
+def evidence(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of compare, or one ladder.")],
+    *,
+    out: Annotated[Path, typer.Option(help="The data file, which the page is written from.")],
+) -> None:
+    """What runs have shown, in one file without paths. docs/generate_evidence.py makes the page."""
+    write_json(out, distilling.distil(runs))
+    typer.echo(f"{out}: {out.stat().st_size / 1024:.0f} KiB")
+
+
+Runs = Annotated[list[Path], typer.Argument(help="Directories of train or finetune.")]
+Asked = Annotated[Path, typer.Option(help="What `ask` wrote.")]
+Judge = Annotated[str, typer.Option(help="Any model with the same tokenizer; it is not run.")]
+TaskData = Annotated[Path | None, typer.Option(help="As for `depthroute eval`.")]
+
+
+@app.command(epilog="Example: `python -m bench ask --model ./SmolLM2-135M --requests r.npz`")
+def ask(
+    *,
+    model: Judge,
+    tasks: Annotated[str, typer.Option(help="As for `depthroute eval`.")] = "all",
+    task_data: TaskData = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task; default all.")] = None,
+    requests: Annotated[Path, typer.Option(help="File for all that the tasks ask, .npz.")],
+) -> None:
+    """What lm-evaluation-harness asks, for a machine that has neither it nor its data."""
+    names = TaskOptions(tasks=tasks, task_data=task_data).names()
+    asked = questions.ask(*load(model, "cpu"), names, task_data, limit)
+    asked.save(requests)
+    size = requests.stat().st_size / 2**20
+    typer.echo(f"{requests}: {len(asked.rows):,} requests, {size:.1f} MiB")
+
+
+@app.command(epilog="Example: `python -m bench answer runs/smol-* --requests requests.npz`")
+def answer(
+    runs: Runs,
+    *,
+    requests: Asked,
+    tokens_per_batch: Annotated[int, typer.Option(min=1, help="At most, with padding.")] = 16384,
+    device: Device = "auto",
+) -> None:
+    """Answer requests with the model of each run, into its answers.npz. Needs no harness."""
+    asked = questions.Requests.load(requests)
+    for run in runs:
+        model, _ = load(str(run / "model"), device)
+        with progress(f"answers of {run.name}") as advance:
+            answers = questions.answer(
+                model, asked, tokens_per_batch=tokens_per_batch, progress=advance
+            )
+        questions.save_answers(run / questions.ANSWERS, asked, answers)
+        typer.echo(f"{run / questions.ANSWERS}: {len(asked.rows):,} answers")
+
+
+@app.command(
+    epilog="Example: `python -m bench score runs/smol-* --requests requests.npz "
+    "--model ./SmolLM2-135M`"
+)
+def score(runs: Runs, *, requests: Asked, model: Judge, task_data: TaskData = None) -> None:
+    """Score each run's answers.npz by the harness, into scores.json as `eval --json` writes it."""
+    asked, judge = questions.Requests.load(requests), load(model, "cpu")
+    for run in runs:
+        scores = questions.score(*judge, asked, run / questions.ANSWERS, task_data)
+        rows = [row.to_dict() for row in scores]
+        write_json(run / distilling.SCORES, {"lm_eval": harness_version(), "tasks": rows})
+        mean = 100 * sum(row.value for row in scores if row.metric == "acc") / len(asked.tasks)
+        typer.echo(f"{run / distilling.SCORES}: mean accuracy {mean:.2f}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import results_evidence as evidence
 import results_models as models
 import results_speed as speed
 from results_data import METHODS, ROOT, as_run_today, load, spread, table, where
@@ -134,6 +135,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "eval": models.judged_tasks,
     "eval-perplexity": models.judged_perplexity,
     "eval-routed": models.judged_routed,
+    "claims": evidence.claims,
+    "grids": evidence.grids,
     "measured": measured,
     "limits": speed.limits,
 }

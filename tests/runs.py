@@ -39,6 +39,7 @@ def write_run(
             "packages": {"torch": "2"},
             "platform": "Linux",
             "devices": [{"device": "cpu", "name": "CPU"}],
+            "command": ["depthroute", "compare", "--out", str(path.resolve())],
         },
     }
     records, traces = [], []

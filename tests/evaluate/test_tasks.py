@@ -5,10 +5,13 @@ import json
 import lzma
 import math
 
+import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
 import depthroute as dr
+from bench import tasks as questions
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.evaluate import local_tasks, text_perplexity
 from depthroute.evaluate.tasks import parse_tasks, run_tasks
@@ -161,6 +164,51 @@ def test_a_tokenizer_without_special_tokens_takes_the_models(
     model.config.eos_token_id = None
     with pytest.raises(DepthrouteError, match="neither the tokenizer nor the model"):
         run_tasks(model, bare, ("piqa",), data=task_data, limit=1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_answers_given_elsewhere_score_as_the_harness_scores_the_model(
+    harness, folder, task_data, tmp_path
+):
+    model, tokenizer = dr.from_pretrained(folder), byte_tokenizer()
+    model.config.max_position_embeddings = 24  # some texts are longer, and cut on the left
+    tasks, samples = ("mmlu", "hellaswag", "lambada_openai"), tmp_path / "samples.jsonl"
+    expected = run_tasks(model, tokenizer, tasks, data=task_data, samples=samples)
+    requests = questions.ask(model, tokenizer, tasks, task_data, None)
+    requests.save(tmp_path / "requests.npz")
+    loaded = questions.Requests.load(tmp_path / "requests.npz")
+    assert loaded.fingerprint == requests.fingerprint and loaded.tasks == tasks
+    assert max(map(len, loaded.rows)) == 25
+    told = []
+    answers = questions.answer(
+        model, loaded, tokens_per_batch=60, progress=lambda *progress: told.append(progress)
+    )
+    number = len(loaded.rows)
+    assert told[-1] == (number, number) and len(told) > 1
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    known = sorted(value for row in rows for value in row["log_likelihoods"])
+    assert sorted(answers["log_likelihoods"]) == pytest.approx(known, rel=1e-5)
+    assert answers["is_greedy"].sum() == sum(value for row in rows for value in row["is_greedy"])
+    start = torch.tensor([[5, 6, 7]])
+    said = model(input_ids=start).logits[0, -1].argmax().item()
+    rows = [np.array([5, 6, 7, token], dtype=np.int32) for token in (said, said ^ 1)]
+    both = questions.Requests(rows, [1, 1], tasks, None)
+    greedy = questions.answer(model, both, tokens_per_batch=60)["is_greedy"]
+    assert greedy.tolist() == [True, False]
+    file = tmp_path / questions.ANSWERS
+    questions.save_answers(file, loaded, answers)
+    found = questions.score(model, tokenizer, loaded, file, task_data)
+    assert [(s.task, s.metric, s.num_items) for s in found] == [
+        (s.task, s.metric, s.num_items) for s in expected
+    ]
+    assert [s.value for s in found] == pytest.approx([s.value for s in expected], rel=1e-5)
+
+    model.config.max_position_embeddings = 20  # the harness would ask otherwise
+    with pytest.raises(DepthrouteError, match="asks something else than request 0"):
+        questions.score(model, tokenizer, loaded, file, task_data)
+    others = questions.Requests(loaded.rows[::-1], loaded.asked[::-1], tasks, None)
+    with pytest.raises(DepthrouteError, match="answers other requests"):
+        questions.score(model, tokenizer, others, file, task_data)
 
 
 def test_perplexity_of_a_file(depthroute, folder, tmp_path):

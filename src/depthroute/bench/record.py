@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from depthroute.runs import environment
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int | None], None]
 """What is being done, and of how many parts how many are."""
+_LIST = re.compile(r"\[\n[^\[\]{}]*\]")
 
 
 def to_stderr(text: str) -> None:
@@ -69,9 +71,10 @@ class Record:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """A reader sees the old file or the whole new one."""
+    """A reader sees the old file or the whole new one. A list of numbers or words is one line."""
+    text = _LIST.sub(lambda found: re.sub(r"\n *", " ", found[0]), json.dumps(values, indent=1))
     try:
-        files.write_named(path, json.dumps(values, indent=1) + "\n")
+        files.write_named(path, f"{text}\n")
     except OSError as error:
         raise DepthrouteError(
             f"cannot write --out {str(path)!r}: {files.reason(error)}; give a writable file"

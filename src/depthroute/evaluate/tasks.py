@@ -20,6 +20,9 @@ from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.evaluate.local_tasks import TASKS, write_definitions
 
 Progress = Callable[[int, int], None]
+Answer = Callable[[list[tuple[list[int], int]]], list[tuple[float, bool]]]
+"""Of rows of tokens, each with how many at its end are asked for: their log-likelihood, and whether
+the model would have said them itself."""
 _METRICS = ("acc", "acc_norm", "perplexity")
 
 
@@ -68,11 +71,13 @@ def run_tasks(
     batch_size: int = 8,
     samples: Path | None = None,
     progress: Progress = lambda done, total: None,
+    answer: Answer | None = None,
 ) -> list[TaskScore]:
     """Zero-shot scores. ``data`` is a folder of local copies; without it the hub is asked.
 
     ``samples`` is a file for every item's log-likelihoods, one JSON object a line. ``progress``
-    hears how many answers are scored, and of how many.
+    hears how many answers are scored, and of how many. ``answer`` stands in for the model, which
+    then only says how long a text may be.
     """
     harness_version()
     with ExitStack() as stack:
@@ -90,6 +95,7 @@ def run_tasks(
                 batch_size=batch_size,
                 log_samples=samples is not None,
                 progress=progress,
+                answer=answer,
             )
         except ConnectionError as error:
             raise DepthrouteError(
@@ -138,6 +144,7 @@ def evaluate(
     batch_size: int,
     log_samples: bool = False,
     progress: Progress = lambda done, total: None,
+    answer: Answer | None = None,
 ) -> dict[str, Any]:
     """One call of the harness, without its bars and its questions about this machine."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -153,7 +160,7 @@ def evaluate(
     # the harness prints; stdout is the caller's
     with redirect_stdout(sys.stderr), _replaced(evaluator, unasked):
         results = lm_eval.simple_evaluate(
-            model=_watched(progress)(
+            model=_watched(progress, answer)(
                 pretrained=model,
                 tokenizer=tokenizer,
                 batch_size=batch_size,
@@ -170,14 +177,18 @@ def evaluate(
     return dict(results)
 
 
-def _watched(progress: Progress) -> Any:
-    """The harness's own model class, telling how far it is; what it computes is as it was."""
+def _watched(progress: Progress, answer: Answer | None) -> Any:
+    """The harness's own model class, telling how far it is; what it computes is as it was, unless
+    another answers."""
     huggingface: Any = importlib.import_module("lm_eval.models.huggingface")
 
     class Watched(huggingface.HFLM):
         scored = 0
 
         def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
+            if answer is not None:
+                most = self.max_length + 1
+                return answer([((c + asked)[-most:], len(asked)) for _, c, asked in requests])
             self.expected = self.scored + len(requests)
             options |= {"disable_tqdm": True}
             result = super()._loglikelihood_tokens(requests, *arguments, **options)

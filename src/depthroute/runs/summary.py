@@ -180,8 +180,8 @@ def _row(
     num_seeds = max(1, len(losses))
     return {
         "method": label,
-        "validation_loss": _statistics(_of_method(label, losses)),
-        "difference": _statistics(_paired_differences(label, losses)),
+        "validation_loss": over_seeds(_of_method(label, losses)),
+        "difference": over_seeds(_paired_differences(label, losses)),
         "parameters": start.get("parameters"),
         "routing_parameters": start.get("routing_parameters"),
         "steps": len(steps) // num_seeds,
@@ -215,7 +215,7 @@ def _mean_sharpness(looks: Records) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _statistics(values: dict[int, float]) -> dict[str, Any] | None:
+def over_seeds(values: dict[int, float]) -> dict[str, Any] | None:
     """Mean, sample standard deviation and confidence interval over seeds; one seed has neither."""
     if not values:
         return None

@@ -1,0 +1,141 @@
+"""Runs as evidence: what the page of claims is made from, small enough to keep.
+
+What a report would show of the runs, without paths, and what it averages over seeds by seed. Runs
+of one model each (`depthroute finetune`) that differ in method and seed alone are one comparison;
+what `depthroute eval --json` says of a run's model lies in it as scores.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from depthroute.diagnostics.report_data import collect
+from depthroute.diagnostics.run_files import read_ladder, read_run
+from depthroute.errors import DepthrouteError
+from depthroute.runs.directory import RUN_FILE, RunDirectory
+
+SITE = ("max_weight", "normalised_max", "normalised_entropy")
+SCORES = "scores.json"
+SUBLAYER = ("output_rms", "stream_rms", "gradient_rms")
+_PATH = re.compile(r"(?<![\w.])[~.]{0,2}/[^\s,;\"']*")
+_HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")
+_PLATFORM = re.compile(r"(\w+)-.*-(\w+)-with-(\w+?)([\d.]+)")
+
+
+def distil(paths: list[Path]) -> dict[str, Any]:
+    """JSON-ready. A ladder is its sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = _joined(paths, Path(folder) / "runs")
+        places = [path for path, _ in read_ladder(paths)] or paths
+        data = collect(paths)
+        runs = [read_run(place) for place in places]
+        for about, place in zip(data["runs"], places, strict=True):
+            _refuse_unfinished(about, place)
+            _describe(about, place)
+        scores = [_read_json(place / SCORES, {}) for place in places]
+    for series in data["series"]:
+        method, rows = series["row"]["method"], data["runs"][series["run"]]["summary"]["rows"]
+        # a report sets runs side by side at a step that all have; evidence is each at its end
+        series["row"] = next(row for row in rows if row["method"] == method)
+        series["training"] = None  # what was held out is what is judged
+        series["by_seed"] = _by_seed(runs[series["run"]]["traces"], method)
+        series["scores"] = scores[series["run"]].get(method, {})
+    machine = data["runs"][0]["config"]["environment"]
+    return _without_paths({"kind": "evidence", "machine": machine, **data})
+
+
+def _joined(paths: list[Path], folder: Path) -> list[Path]:
+    """With all runs of one model as one comparison, in ``folder``."""
+    configs = {path: _read_json(path / "config.json", {}) for path in paths}
+    alone = [path for path in paths if configs[path].get("kind") in ("train", "finetune")]
+    if len(alone) < 2:
+        return paths
+    first, methods, seeds, scores = configs[alone[0]], {}, set(), dict[str, dict[str, Any]]()
+    records, traces = [], []
+    for path in alone:
+        config = configs[path]
+        for name in first.keys() - {"methods", "seeds", "environment"}:
+            if config.get(name) != first[name]:
+                raise DepthrouteError(
+                    f"{str(path)!r} and {str(alone[0])!r} differ in {name}, so they are not one "
+                    "comparison; give runs that differ in method and seed alone"
+                )
+        methods |= config["methods"]
+        seeds |= set(config["seeds"])
+        run = RunDirectory(path)
+        records += [r for r in run.records() if r["event"] not in ("resumed", "interrupted")]
+        traces += _read_json(path / "traces.json", {"traces": []})["traces"]
+        judged = _read_json(path / SCORES, {"tasks": []})["tasks"]
+        tasks = {row["task"]: row["value"] for row in judged if row["metric"] == "acc"}
+        if tasks:
+            scores.setdefault(next(iter(config["methods"])), {})[str(config["seeds"][0])] = tasks
+    folder.mkdir()
+    whole = first | {"methods": methods, "seeds": sorted(seeds)}
+    contents = {"config.json": whole, "traces.json": {"traces": traces}, SCORES: scores}
+    for name, values in contents.items():
+        (folder / name).write_text(json.dumps(values))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return [folder, *(path for path in paths if path not in alone)]
+
+
+def _read_json(path: Path, otherwise: Any) -> Any:
+    return json.loads(path.read_text()) if path.is_file() else otherwise
+
+
+def _refuse_unfinished(about: dict[str, Any], place: Path) -> None:
+    """Seeds may be missing, and the page says how many there are; steps may not."""
+    summary, planned = about["summary"], about["config"]["train"]["steps"]
+    if not summary["is_complete"] and summary["steps"] < planned:
+        raise DepthrouteError(
+            f"{str(place)!r} has no seed with all methods at step {planned}, only at step "
+            f"{summary['steps']}: it is no evidence yet; go on with --resume auto"
+        )
+
+
+def _describe(about: dict[str, Any], place: Path) -> None:
+    del about["path"]
+    config, summary = about["config"], about["summary"]
+    text = config["data"]
+    size = text.get("train_tokens", text.get("train_bytes"))
+    about["epochs"] = summary["tokens"] / size if size else None
+    about["parameters"] = _without_embeddings(config["preset"]["model"], summary)
+    # a size of a ladder has its options two folders up
+    options = [p / RUN_FILE for p in (place, *place.parents[:2]) if (p / RUN_FILE).is_file()]
+    about["options"] = options[0].read_text() if options else None
+    environment = config["environment"]
+    environment["platform"] = _PLATFORM.sub(r"\1 \2, \3 \4", str(environment["platform"]))
+    environment["commit"] = _HASH.sub(r"\1", environment["commit"] or "unknown")
+
+
+def _without_embeddings(model: dict[str, Any], summary: dict[str, Any]) -> int | None:
+    """Of standard; None where the shape is not the run's to know."""
+    names = ("vocab_size", "hidden_size")
+    if summary["base_parameters"] is None or not all(name in model for name in names):
+        return None
+    tables = 1 if model.get("tie_word_embeddings") else 2
+    return summary["base_parameters"] - tables * model["vocab_size"] * model["hidden_size"]
+
+
+def _by_seed(traces: list[dict[str, Any]], method: str) -> dict[str, dict[str, Any]]:
+    """Each measure over the depth, in the order of the mean trace's sites and sublayers."""
+    return {
+        str(trace["seed"]): {name: [site.get(name) for site in trace["sites"]] for name in SITE}
+        | {name: [row[name] for row in trace["sublayers"]] for name in SUBLAYER}
+        for trace in traces
+        if trace.get("method", method) == method and "seed" in trace
+    }
+
+
+def _without_paths(value: Any) -> Any:
+    """Where something lay is nobody's business; what it was called may be."""
+    if isinstance(value, dict):
+        return {key: _without_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(inner) for inner in value]
+    if isinstance(value, str):
+        return _PATH.sub(lambda path: Path(path[0]).name, value)
+    return value

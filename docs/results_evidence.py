@@ -1,0 +1,455 @@
+"""Tables of the evidence page: claims with their verdicts, and the grids that were run.
+
+`bench/evidence.toml` says what was claimed, how it is tested and what is run for it; the data files
+that it names are made by `python -m bench evidence`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from results_data import LINE_LENGTH, ROOT, block, data_files, load, table, where
+
+from depthroute.diagnostics.figures import figures
+from depthroute.evaluate.local_tasks import TASKS
+from depthroute.methods import BASELINE
+from depthroute.runs.display import law_text
+from depthroute.runs.inference import Law
+from depthroute.runs.summary import over_seeds
+
+LEAST_SEEDS = 3
+NOT_RUN, NOT_TESTABLE = "not yet run", "not testable here"
+CONFIRMED, NOT_CONFIRMED, CONTRADICTED = "confirmed", "not confirmed", "contradicted"
+DEEP = 2 / 3
+"""Layers from here on are deep: the last third."""
+BySeed = dict[str, float]
+
+
+@cache
+def plan() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "bench" / "evidence.toml").read_text())
+
+
+@dataclass(frozen=True)
+class Field:
+    """Methods that may be set against each other: one shape, one text, the same batches."""
+
+    grid: str
+    run: dict[str, Any]
+    series: dict[str, dict[str, Any]]
+    """By method."""
+
+    @property
+    def words(self) -> str:
+        """How large, how long and how often: what every figure has beside it."""
+        summary, epochs = self.run["summary"], self.run["epochs"]
+        size, base = self.run["parameters"], self.run["config"].get("base")
+        parts = [] if size is None else [f"{_count(size)} parameters without embeddings"]
+        parts += [] if base is None else [f"{base} fine-tuned"]
+        many = "" if epochs is None else f" ({epochs:.2g} epochs)"
+        parts.append(f"{_count(summary['tokens'])} tokens{many}")
+        seeds = len(summary["seeds"])
+        return ", ".join([*parts, f"{seeds} seed{'' if seeds == 1 else 's'}"])
+
+
+def fields(grid: str) -> list[Field]:
+    """Of a grid's data, smallest first; none before it is run. Runs that were given the same
+    batches and share no method are one field, however many directories they came in."""
+    name = plan()["grid"][grid]["data"]
+    if not data_files(name):
+        return []
+    data, found = load(name), dict[Any, Field]()
+    for position, run in enumerate(data["runs"]):
+        own = {s["method"]: s for s in data["series"] if s["run"] == position}
+        summary = run["summary"]
+        key: Any = (summary["base_parameters"], summary["tokens"], str(summary["data_order"]))
+        if not summary["data_order"] or (key in found and found[key].series.keys() & own.keys()):
+            key = position
+        field = found.setdefault(key, Field(grid, run, {}))
+        field.series.update(own)
+    return sorted(found.values(), key=lambda field: field.run["summary"]["base_parameters"] or 0)
+
+
+def _loss(series: dict[str, Any]) -> BySeed:
+    return (series["row"]["validation_loss"] or {"by_seed": {}})["by_seed"]
+
+
+def _score(series: dict[str, Any]) -> BySeed:
+    """In points, of the seeds that were judged by all tasks."""
+    return {
+        seed: 100 * statistics.fmean(tasks.values())
+        for seed, tasks in series["scores"].items()
+        if set(tasks) == set(TASKS)
+    }
+
+
+def _deep(measure: str) -> Callable[[dict[str, Any]], BySeed]:
+    """The mean of a site's measure over the last third of the layers."""
+
+    def by_seed(series: dict[str, Any]) -> BySeed:
+        trace = series["trace"] or {"sites": [], "num_layers": 0}
+        deep = [n for n, s in enumerate(trace["sites"]) if s["layer"] >= DEEP * trace["num_layers"]]
+        values = {seed: [of[measure][n] for n in deep] for seed, of in series["by_seed"].items()}
+        return {seed: statistics.fmean(v) for seed, v in values.items() if v and None not in v}
+
+    return by_seed
+
+
+def _over_depth(
+    measure: str, of: Callable[[list[float]], float]
+) -> Callable[[dict[str, Any]], BySeed]:
+    """Of the logarithms of a sublayer's measure, in the order of the depth."""
+
+    def by_seed(series: dict[str, Any]) -> BySeed:
+        depths = {seed: measures[measure] for seed, measures in series["by_seed"].items()}
+        return {
+            seed: of([math.log(value) for value in values])
+            for seed, values in depths.items()
+            if values and all(values)
+        }
+
+    return by_seed
+
+
+def _last_less_first(values: list[float]) -> float:
+    """The mean of the last third less that of the first: 0 where nothing grows."""
+    third = max(1, len(values) // 3)
+    return statistics.fmean(values[-third:]) - statistics.fmean(values[:third])
+
+
+MEASURES: dict[str, tuple[Callable[[dict[str, Any]], BySeed], str]] = {
+    "loss": (_loss, "validation loss, nats"),
+    "score": (_score, "mean accuracy over eight tasks, points"),
+    "max weight": (_deep("max_weight"), "max weight in the last third of the layers"),
+    "normalised max weight": (_deep("normalised_max"), "the same, normalised by (max-1/S)/(1-1/S)"),
+    "output growth": (
+        _over_depth("output_rms", _last_less_first),
+        "log of output rms, last third over first third of the sublayers",
+    ),
+    "gradient unevenness": (
+        _over_depth("gradient_rms", statistics.pstdev),
+        "standard deviation over depth of log gradient rms",
+    ),
+}
+"""What a method has in every seed; a claim is about the difference of two."""
+WORTH = {"speed-up": "by loss", "speed-up by time": "by wall clock"}
+"""What a method's loss is worth beside standard's: a factor."""
+GROWTH = "loss, growth"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    grid: str
+    words: str
+    """What was compared, on what."""
+    statistics: dict[str, Any] | None
+    """Mean, interval and values by seed."""
+    null: float
+    """What it would be if there were nothing to it."""
+    diverged: Sequence[str] = ()
+
+    @property
+    def number(self) -> str:
+        if self.statistics is None:
+            return ""
+        form = "{:.2f}x" if self.null else "{:+.4f}"
+        ends = self.statistics["interval"]
+        words = form.format(self.statistics["mean"])
+        return words if ends is None else f"{words} [{', '.join(map(form.format, ends))}]"
+
+
+def difference(field: Field, first: str, second: str, measure: str = "loss") -> Any:
+    """Statistics of first less second over the seeds that both have; None where there is none."""
+    ours, theirs = (MEASURES[measure][0](field.series[m]) for m in (first, second))
+    return over_seeds({int(s): v - theirs[s] for s, v in ours.items() if s in theirs})
+
+
+def worth(field: Field, method: str, *, by_time: bool) -> Any:
+    """Statistics of the speed-up over seeds, taken of its logarithm; None where no law is known."""
+    law, speed = _law(field), field.series[method]["row"]["relative_speed"]
+    if law is None or (by_time and speed is None):
+        return None
+    ours, standard = (_loss(field.series[m]) for m in (method, BASELINE))
+    ups = {s: Law(**law).speed_up(standard[s], v) for s, v in ours.items() if s in standard}
+    factor = speed if by_time else 1.0
+    logs = over_seeds({int(s): math.log(up * factor) for s, up in ups.items() if up})
+    if logs is None:
+        return None
+    ends = logs["interval"] and [math.exp(end) for end in logs["interval"]]
+    by_seed = {seed: math.exp(value) for seed, value in logs["by_seed"].items()}
+    return {"mean": math.exp(logs["mean"]), "interval": ends, "by_seed": by_seed}
+
+
+def outcomes(claim: dict[str, Any]) -> list[Outcome]:
+    """One for every field that has the methods of the claim."""
+    first, second = claim["methods"]
+    found = [field for grid in claim["grids"] for field in fields(grid)]
+    found = [field for field in found if {first, second} <= field.series.keys()]
+    measure = claim["measure"]
+    if measure == GROWTH:
+        return _grown(found, first, second)
+    results = []
+    for field in found:
+        lost = [m for m in (first, second) if field.series[m]["row"]["diverged"]]
+        if measure in WORTH:
+            result = worth(field, first, by_time=measure == "speed-up by time")
+            words = f"{first}, speed-up {WORTH[measure]}"
+        else:
+            result = difference(field, first, second, measure)
+            words = f"{first} less {second}, {MEASURES[measure][1]}"
+        null = 1.0 if measure in WORTH else 0.0
+        results.append(Outcome(field.grid, f"{words}; {field.words}", result, null, lost))
+    return results
+
+
+def _grown(found: list[Field], first: str, second: str) -> list[Outcome]:
+    """How a difference changes from the smallest size to the largest, seed by seed."""
+    texts = {str(field.run["config"]["data"].get("sha256")) for field in found}
+    if len(texts) > 1 or len({field.run["parameters"] for field in found}) < 2:
+        return []
+    found = sorted(found, key=lambda field: field.run["parameters"])
+    ends = [difference(field, first, second) for field in (found[0], found[-1])]
+    if None in ends:
+        return []
+    small, large = (end["by_seed"] for end in ends)
+    result = over_seeds({int(s): large[s] - small[s] for s in large if s in small})
+    words = f"{first} less {second}, nats: {found[-1].words}, less the same at {found[0].words}"
+    return [Outcome(found[-1].grid, words, result, 0.0)]
+
+
+def verdict(outcome: Outcome, direction: str, size: Sequence[float] = ()) -> str:
+    """By the interval alone. ``size`` is what was claimed, at one scale or several."""
+    if outcome.diverged:
+        return f"no verdict: {' and '.join(outcome.diverged)} diverged"
+    found = outcome.statistics
+    num_seeds = 0 if found is None else len(found["by_seed"])
+    if found is None or num_seeds < LEAST_SEEDS or found["interval"] is None:
+        return f"no verdict: {num_seeds} of {LEAST_SEEDS} seeds"
+    sign = {"higher": 1, "lower": -1}[direction]
+    low, high = sorted(sign * (end - outcome.null) for end in found["interval"])
+    if high < 0:
+        return CONTRADICTED
+    if low <= 0:
+        return NOT_CONFIRMED
+    claimed = [sign * (each - outcome.null) for each in size]
+    if claimed and high < min(claimed):
+        return f"{CONFIRMED}, but smaller than they said"
+    if claimed and low > max(claimed):
+        return f"{CONFIRMED}, and larger than they said"
+    return CONFIRMED
+
+
+def claims() -> str:
+    """One row a claim, and one more for every other size that it was tested at."""
+    rows = []
+    for claim in plan()["claim"]:
+        said = f"**{claim['paper']}**: {claim['said']}"
+        if "not_testable" in claim:
+            rows.append([said, claim["not_testable"], "", f"*{NOT_TESTABLE}*", ""])
+            continue
+        results = outcomes(claim)
+        if not results:
+            links = ", ".join(map(_link, claim["grids"]))
+            rows.append([said, " against ".join(claim["methods"]), "", NOT_RUN, links])
+        for number, result in enumerate(results):
+            judged = verdict(result, claim["direction"], claim.get("size", ()))
+            shown = said if number == 0 else ""
+            rows.append([shown, result.words, result.number, f"**{judged}**", _link(result.grid)])
+    head = "what they said|what we ran|number [95% interval]|verdict|command"
+    return table(head.split("|"), rows)
+
+
+def _link(grid: str) -> str:
+    return f"[grid {grid}](#grid-{grid})"
+
+
+def grids() -> str:
+    return "\n".join(_grid(grid) for grid in plan()["grid"])
+
+
+def _grid(name: str) -> str:
+    grid = plan()["grid"][name]
+    head = f"### Grid {name}\n\n{grid['about'].strip()}\n\n"
+    found = fields(name)
+    if not found:
+        commands = "\n".join(_commands(grid["commands"]))
+        return f"{head}Not yet run:\n\n{commands}"
+    parts = [head + _source(grid["data"])]
+    for field in found:
+        parts += [part for part in (_field_table(field), _depth(field), _tasks(field)) if part]
+    parts += [f"![{title}](images/{file})\n" for file, (title, _) in pictures(name).items()]
+    return "\n".join(parts)
+
+
+def _commands(commands: Sequence[str]) -> list[str]:
+    return [block(command.split()) for command in commands]
+
+
+def _source(name: str) -> str:
+    """What was run, on what, with which text and tokenizer."""
+    data = load(name)
+    parts = []
+    for run in data["runs"]:
+        environment, text = run["config"]["environment"], run["config"]["data"]
+        if "--config" in environment["command"] and run["options"]:
+            command = "".join(
+                f"    {line}\n" if line else "\n" for line in run["options"].split("\n")
+            )
+        else:
+            command = block(environment["command"])
+        hashes = [f"{key} {text[key][:12]}" for key in text if key.endswith("sha256") and text[key]]
+        tokenizer = text.get("tokenizer")
+        if isinstance(tokenizer, dict) and "sha256" in tokenizer:
+            hashes.append(f"tokenizer {tokenizer['sha256'][:12]}")
+        said = f"{where(environment)}. Text: {text['name']}; {', '.join(hashes)}."
+        if "base" in run["config"]:  # a run of its own for each
+            said = f"The same for every method and seed. {said}"
+        if f"{command}\n{said}\n" not in parts:
+            parts.append(f"{command}\n{said}\n")
+    return "\n".join([*parts, f"Data: `bench/results/{name}.json`.\n"])
+
+
+def _field_table(field: Field) -> str:
+    """Every method: what was chosen, every seed, what its difference is worth, what was tried."""
+    sweep = field.run["config"].get("sweep") or {"methods": {}, "name": None}
+    swept = {m: t for m, t in _swept(field).items() if t["points"]}
+    name = sweep["name"]
+    head = ["method", *([f"best {name}"] if swept else []), "loss by seed", "vs standard [95%]"]
+    head += ["speed-up by loss", "by wall clock", "tokens/s", "parameters added"]
+    head += [f"tuning losses by {name}"] if swept else []
+    rows = []
+    for method, series in field.series.items():
+        row, tuned = series["row"], swept.get(method)
+        diverged = ", ".join(f"diverged in seed {d['seed']}" for d in row["diverged"])
+        speed = row["relative_speed"]
+        cells = [method]
+        if swept:
+            cells.append(str(tuned["chosen"]) if tuned else "as set")
+        cells.append(", ".join([f"{loss:.4f}" for loss in _loss(series).values()]) or diverged)
+        has_baseline = method != BASELINE and BASELINE in field.series
+        against = difference(field, method, BASELINE) if has_baseline else None
+        cells.append(Outcome(field.grid, "", against, 0.0).number or "-")
+        for by_time in (False, True):
+            up = worth(field, method, by_time=by_time) if has_baseline else None
+            cells.append(Outcome(field.grid, "", up, 1.0).number or "-")
+        cells += ["-" if speed is None else f"{speed:.2f}x", f"{row['routing_parameters']:,}"]
+        if swept:
+            cells.append(_tried(tuned) if tuned else "-")
+        rows.append(cells)
+    notes = [
+        f"{method} was best at {tuned['chosen']}, the {tuned['edge']} {name} tried, and is not "
+        "reported."
+        for method, tuned in sweep["methods"].items()
+        if tuned["edge"]
+    ]
+    if not field.run["summary"]["is_complete"]:
+        notes.append("The grid is not finished.")
+    notes += [] if _is_finetuned(field) else [law_text(_law(field))]
+    after = f"\n{_wrapped(*notes)}" if notes else ""
+    return f"{_wrapped(f'{field.words}.')}\n{table(head, rows)}{after}"
+
+
+def _is_finetuned(field: Field) -> bool:
+    return "base" in field.run["config"]
+
+
+def _law(field: Field) -> dict[str, Any] | None:
+    """How loss falls with training from scratch says nothing of a model that was trained before."""
+    return None if _is_finetuned(field) else field.run["summary"]["law"]
+
+
+def _depth(field: Field) -> str:
+    """How sharply sites choose in each third of the layers, as it is and normalised."""
+    rows = []
+    for method, series in field.series.items():
+        trace = series["trace"] or {"sites": [], "num_layers": 1}
+        cells = []
+        for third in range(3):
+            depth = [3 * site["layer"] // trace["num_layers"] for site in trace["sites"]]
+            own = [n for n, at in enumerate(depth) if min(at, 2) == third]
+            found = [
+                [m[name][n] for m in series["by_seed"].values() for n in own]
+                for name in ("max_weight", "normalised_max")
+            ]
+            is_known = all(found) and not any(None in values for values in found)
+            cells.append(
+                " / ".join(f"{statistics.fmean(v):.3f}" for v in found) if is_known else "-"
+            )
+        if trace["sites"]:
+            rows.append([method, *cells])
+    head = ["max weight / normalised", "first third of the layers", "second", "last"]
+    return table(head, rows) if rows else ""
+
+
+def _tasks(field: Field) -> str:
+    """Accuracies in points, mean over seeds."""
+    judged = {m: _score(series) for m, series in field.series.items() if _score(series)}
+    if not judged:
+        return ""
+    rows = []
+    for method, means in judged.items():
+        scores = [field.series[method]["scores"][seed] for seed in means]
+        tasks = [100 * statistics.fmean(score[task] for score in scores) for task in TASKS]
+        against = None
+        if method != BASELINE and BASELINE in judged:
+            against = difference(field, method, BASELINE, "score")
+        number = Outcome(field.grid, "", against, 0.0).number or "-"
+        cells = [f"{value:.2f}" for value in (*tasks, statistics.fmean(means.values()))]
+        rows.append([method, *cells, number])
+    return table(["accuracy", *TASKS, "mean", "vs standard [95%]"], rows)
+
+
+def _swept(field: Field) -> dict[str, Any]:
+    data = load(plan()["grid"][field.grid]["data"])
+    runs = [data["runs"][series["run"]] for series in field.series.values()]
+    return {
+        m: t
+        for run in runs
+        for m, t in run["config"].get("sweep", {"methods": {}})["methods"].items()
+    }
+
+
+def _tried(tuned: dict[str, Any]) -> str:
+    points = [
+        (p["value"], "diverged" if p["loss"] is None else f"{p['loss']:.3f}")
+        for p in tuned["points"]
+    ]
+    return ", ".join(f"{value}: {loss}" for value, loss in points)
+
+
+def pictures(grid: str) -> dict[str, tuple[str, str]]:
+    """File names, and title and SVG text of each, as a report draws them."""
+    about = plan()["grid"][grid]
+    if not data_files(about["data"]):
+        return {}
+    page = '</title><rect width="100%" height="100%" fill="#ffffff"/>'
+    return {
+        f"{about['data']}_{figure.name}.svg": (
+            f"{figure.title}, grid {grid}",
+            figure.svg.replace("</title>", page, 1) + "\n",
+        )
+        for figure in figures(load(about["data"]))
+        if figure.name in about["figures"]
+    }
+
+
+def _count(number: float) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _wrapped(*sentences: str) -> str:
+    lines = [""]
+    for word in " ".join(sentences).split():
+        if len(lines[-1]) + len(word) >= LINE_LENGTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,330 @@
+"""The evidence page: what a verdict is, and that it says what the runs say."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.runs import write_ladder, write_run, write_sweep
+
+from bench import evidence as distilling
+from depthroute.config import parse_methods
+from depthroute.errors import DepthrouteError
+from depthroute.methods import BASELINE
+from depthroute.runs.directory import RunDirectory
+from depthroute.runs.inference import Law
+from depthroute.runs.summary import over_seeds, summarise
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate_evidence as generator  # noqa: E402
+import results_data  # noqa: E402
+import results_evidence as evidence  # noqa: E402
+
+METHODS = ("standard", "delta", "attnres-full")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """A folder of data files, empty; what is put there is what the page is made of."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    monkeypatch.setattr(results_data, "RESULTS", folder)
+    results_data.load.cache_clear()
+    yield folder
+    results_data.load.cache_clear()
+
+
+def put(folder, grid, *runs):
+    data = distilling.distil(list(runs))
+    (folder / f"evidence_{grid}.json").write_text(json.dumps(data))
+    results_data.load.cache_clear()
+    return data
+
+
+def outcome(*values, null=0.0, diverged=()):
+    found = over_seeds(dict(enumerate(values)))
+    return evidence.Outcome("a", "", found, null, diverged)
+
+
+@pytest.mark.parametrize(
+    ("values", "direction", "size", "expected"),
+    [
+        ((-0.10, -0.11, -0.12), "lower", (), "confirmed"),
+        ((-0.10, -0.11, -0.12), "higher", (), "contradicted"),
+        ((0.10, 0.11, 0.12), "lower", (), "contradicted"),
+        ((0.10, 0.11, 0.12), "higher", (), "confirmed"),
+        ((-0.10, -0.11, 0.10), "lower", (), "not confirmed"),
+        ((-0.01, -0.11, -0.30), "lower", (), "not confirmed"),  # all below zero, yet too far apart
+        ((0.0, 0.0, 0.0), "lower", (), "not confirmed"),
+        ((-0.10, -0.11, -0.12), "lower", (-0.11,), "confirmed"),
+        ((-0.10, -0.11, -0.12), "lower", (-0.5, -0.115), "confirmed"),
+        ((-0.10, -0.11, -0.12), "lower", (-0.5, -0.4), "confirmed, but smaller than they said"),
+        ((-0.10, -0.11, -0.12), "lower", (-0.01,), "confirmed, and larger than they said"),
+        ((0.10, 0.11, 0.12), "higher", (0.4,), "confirmed, but smaller than they said"),
+        ((-0.10, -0.11, -0.12), "higher", (0.4,), "contradicted"),
+        ((-0.10, -0.11), "lower", (), "no verdict: 2 of 3 seeds"),
+        ((-0.10,), "lower", (), "no verdict: 1 of 3 seeds"),
+        ((), "lower", (), "no verdict: 0 of 3 seeds"),
+    ],
+)
+def test_a_verdict_is_what_the_whole_interval_allows(values, direction, size, expected):
+    assert evidence.verdict(outcome(*values), direction, size) == expected
+
+
+def test_an_interval_that_touches_the_point_between_confirms_nothing():
+    for ends in ([-0.2, 0.0], [0.0, 0.2]):
+        found = {"mean": 0.0, "interval": ends, "by_seed": {"0": 0, "1": 0, "2": 0}}
+        for direction in ("lower", "higher"):
+            result = evidence.Outcome("a", "", found, 0.0)
+            assert evidence.verdict(result, direction) == "not confirmed"
+
+
+def test_a_factor_is_held_against_one():
+    up = outcome(1.10, 1.11, 1.12, null=1.0)
+    assert evidence.verdict(up, "higher", [1.11]) == "confirmed"
+    assert evidence.verdict(up, "higher", [1.25]) == "confirmed, but smaller than they said"
+    assert evidence.verdict(outcome(0.9, 0.91, 0.92, null=1.0), "higher") == "contradicted"
+    assert up.number.startswith("1.11x [")
+
+
+def test_a_method_that_diverged_has_no_verdict():
+    result = outcome(-0.10, -0.11, -0.12, diverged=("delta",))
+    assert evidence.verdict(result, "lower") == "no verdict: delta diverged"
+
+
+def test_the_plan_names_methods_measures_and_grids_that_exist():
+    plan = evidence.plan()
+    for claim in plan["claim"]:
+        assert {"paper", "said"} <= claim.keys()
+        if "not_testable" in claim:
+            continue
+        first, second = claim["methods"]
+        assert [m.label for m in parse_methods(f"{first},{second}")] == [first, second]
+        assert claim["measure"] in {*evidence.MEASURES, *evidence.WORTH, evidence.GROWTH}
+        assert claim["direction"] in ("lower", "higher")
+        null = 1.0 if claim["measure"] in evidence.WORTH else 0.0
+        is_higher = claim["direction"] == "higher"
+        assert all((size > null) == is_higher for size in claim.get("size", ()))
+        assert set(claim["grids"]) <= plan["grid"].keys()
+        if claim["measure"] in evidence.WORTH:
+            assert second == BASELINE, "what a method is worth is beside standard"
+
+
+def test_pictures_and_data_are_those_that_the_page_names():
+    drawn = generator.pictures()
+    kept = {path.name: path.read_text() for path in generator.PICTURES.glob("evidence_*.svg")}
+    assert kept == drawn, "run `python docs/generate_evidence.py`"
+    page = generator.PAGE.read_text()
+    assert set(re.findall(r"\((?:images/)(evidence_\w+\.svg)\)", page)) == set(drawn)
+    for name in re.findall(r"Data: `(bench/results/\w+\.json)`", page):
+        assert (ROOT / name).is_file()
+
+
+def test_no_data_give_no_verdict(results):
+    page = evidence.claims() + evidence.grids()
+    assert "confirmed" not in page and "contradicted" not in page
+    assert page.count("not yet run") == sum("grids" in claim for claim in evidence.plan()["claim"])
+
+
+def test_the_numbers_of_the_page_are_those_of_the_run(results, tmp_path):
+    run = write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2))
+    put(results, "a", run)
+    directory = RunDirectory(run)
+    rows = summarise(directory.read_json("config.json"), directory.records())["rows"]
+    delta = next(row for row in rows if row["method"] == "delta")
+    (field,) = evidence.fields("a")
+    assert evidence.difference(field, "delta", "standard") == delta["difference"]
+    low, high = delta["difference"]["interval"]
+    shown = f"{delta['difference']['mean']:+.4f} [{low:+.4f}, {high:+.4f}]"
+    assert shown in evidence.claims() and shown in evidence.grids()
+    assert f"{delta['validation_loss']['by_seed']['2']:.4f}" in evidence.grids()
+    assert "3 seeds" in evidence.grids() and "[grid a](#grid-a)" in evidence.claims()
+
+
+def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
+    put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
+    rows = [row for row in evidence.claims().splitlines() if "delta less standard" in row]
+    assert rows and all("no verdict: 2 of 3 seeds" in row for row in rows)
+    grids = evidence.grids()
+    assert "best lr" in grids and "| 0.003 |" in grids
+    tried = results_data.load("evidence_a")["runs"][0]["config"]["sweep"]["methods"]["delta"]
+    for point in tried["points"]:
+        assert f"{point['value']}: {point['loss']:.3f}" in grids
+    for file, (_, svg) in evidence.pictures("a").items():
+        assert f"images/{file}" in grids
+        ElementTree.fromstring(svg)
+
+
+def test_methods_are_compared_across_runs_only_if_they_saw_the_same_batches(results, tmp_path):
+    def run(name, methods, crc):
+        path = write_run(tmp_path / name, methods, seeds=(0, 1, 2))
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        for record in records:
+            if record["event"] == "step":
+                record["batch_crc32"] = crc + record["step"]
+            if record["event"] == "start":
+                record["parameters"] = 1000 + record["routing_parameters"]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        return path
+
+    first, same = run("first", ("standard",), 7), run("same", ("delta",), 7)
+    put(results, "a", first, same)
+    (field,) = evidence.fields("a")
+    assert evidence.difference(field, "delta", "standard")["interval"] is not None
+    put(results, "a", first, run("other", ("delta",), 8))
+    assert len(evidence.fields("a")) == 2
+    assert "delta less standard" not in evidence.claims()
+
+
+def test_runs_of_different_length_are_each_judged_at_their_end(results, tmp_path):
+    short = write_run(tmp_path / "short", METHODS, seeds=(0, 1, 2), steps=20)
+    long = write_run(tmp_path / "long", METHODS, seeds=(0, 1, 2), steps=40)
+    put(results, "a", long, short)
+    found = {field.run["name"]: field for field in evidence.fields("a")}
+    for run in (short, long):
+        directory = RunDirectory(run)
+        rows = summarise(directory.read_json("config.json"), directory.records())["rows"]
+        ours = found[run.name].series
+        assert [ours[row["method"]]["row"] for row in rows] == rows
+
+
+def test_what_a_loss_is_worth_is_averaged_as_a_logarithm(results, tmp_path):
+    run = write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2))
+    data = put(results, "a", run)
+    law = Law(1.5, 0.1, "here")
+    data["runs"][0]["summary"]["law"] = law.to_dict()
+    (results / "evidence_a.json").write_text(json.dumps(data))
+    results_data.load.cache_clear()
+    (field,) = evidence.fields("a")
+    losses = [field.series[m]["row"]["validation_loss"]["by_seed"] for m in ("standard", "delta")]
+    ups = [law.speed_up(losses[0][s], losses[1][s]) for s in ("0", "1", "2")]
+    found = evidence.worth(field, "delta", by_time=False)
+    assert found["mean"] == pytest.approx((ups[0] * ups[1] * ups[2]) ** (1 / 3))
+    slower = evidence.worth(field, "delta", by_time=True)
+    speed = field.series["delta"]["row"]["relative_speed"]
+    assert slower["mean"] == pytest.approx(found["mean"] * speed)
+
+
+def test_growth_is_from_the_smallest_size_to_the_largest(results, tmp_path):
+    put(results, "a", write_ladder(tmp_path / "ladder", METHODS))
+    found = evidence.fields("a")
+    assert len(found) == 3
+    for number, field in enumerate(found):
+        field.run["parameters"] = 10**number
+    (result,) = evidence._grown(found[::-1], "delta", "standard")
+    small, *_, large = (evidence.difference(f, "delta", "standard")["by_seed"] for f in found)
+    assert result.statistics["by_seed"] == {s: large[s] - small[s] for s in large}
+    assert evidence._grown(found[:1], "delta", "standard") == []
+
+
+def test_depth_is_judged_by_seed_and_by_its_last_third(results, tmp_path):
+    run = write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2), layers=6)
+    traces = json.loads((run / "traces.json").read_text())["traces"]
+    put(results, "d", run)
+    (field,) = evidence.fields("d")
+    mine = next(t for t in traces if t["method"] == "delta" and t["seed"] == 1)
+    deep = [site["max_weight"] for site in mine["sites"] if site["layer"] >= 4]
+    measure, _ = evidence.MEASURES["max weight"]
+    assert measure(field.series["delta"])["1"] == pytest.approx(sum(deep) / len(deep))
+    assert measure(field.series["standard"]) == {}  # nothing chooses there
+    everyone = [t for t in traces if t["method"] == "delta"]
+    deep = [s["max_weight"] for t in everyone for s in t["sites"] if s["layer"] >= 4]
+    row = next(n for n in evidence._depth(field).splitlines() if n.startswith("| delta |"))
+    assert f"| {sum(deep) / len(deep):.3f} / " in row.rpartition(" / ")[0] + " / "
+    growth, _ = evidence.MEASURES["output growth"]
+    assert min(growth(field.series["standard"]).values()) > 0  # as the runs are written
+    uneven, _ = evidence.MEASURES["gradient unevenness"]
+    assert set(uneven(field.series["standard"])) == {"0", "1", "2"}
+
+
+def test_a_data_file_is_small_and_has_no_paths(tmp_path):
+    run = write_sweep(tmp_path / "sweep", METHODS)
+    (run / "run.toml").write_text(f'out = "{run.resolve()}"\ndata = "tokens:/home/me/papers"\n')
+    data = distilling.distil([run])
+    text = json.dumps(data)
+    assert str(tmp_path) not in text and "/home" not in text
+    assert 'data = "tokens:papers"' in data["runs"][0]["options"]
+    assert data["machine"]["command"] == ["depthroute", "compare", "--out", "sweep"]
+    assert len(text) < 100_000
+    delta = next(s for s in data["series"] if s["method"] == "delta")
+    assert set(delta["by_seed"]) == {"0", "1"} and delta["training"] is None
+
+
+@pytest.fixture
+def finetuned(tmp_path):
+    """Runs of one model each, as `finetune` writes them, with what the tasks said."""
+    runs = []
+    for method in ("standard", "delta"):
+        for seed in (0, 1, 2):
+            run = write_run(tmp_path / f"{method}-{seed}", (method,), seeds=(seed,))
+            config = json.loads((run / "config.json").read_text())
+            del config["preset"]
+            config |= {"kind": "finetune", "base": "/models/smol", "freeze_base": False}
+            (run / "config.json").write_text(json.dumps(config))
+            value = 0.5 + 0.01 * seed + (0.02 if method == "delta" else 0.0)
+            rows = [{"task": t, "metric": "acc", "value": value} for t in evidence.TASKS]
+            rows.append({"task": "piqa", "metric": "acc_norm", "value": 0.0})
+            (run / "scores.json").write_text(json.dumps({"tasks": rows}))
+            runs.append(run)
+    return runs
+
+
+def test_runs_of_one_model_each_are_one_comparison(results, finetuned):
+    data = put(results, "e", *finetuned)
+    assert len(data["runs"]) == 1 and data["runs"][0]["summary"]["seeds"] == [0, 1, 2]
+    (field,) = evidence.fields("e")
+    assert field.words.startswith("smol fine-tuned, ")
+    assert len(evidence.difference(field, "delta", "standard")["by_seed"]) == 3
+    better = evidence.difference(field, "delta", "standard", "score")
+    assert list(better["by_seed"].values()) == pytest.approx([2.0] * 3)
+    grids = evidence.grids()
+    assert "The same for every method and seed." in grids
+    assert "| standard | 51.00 |" in grids and "published law" not in grids
+
+
+def test_runs_that_differ_in_more_than_method_and_seed_are_no_comparison(finetuned):
+    config = json.loads((finetuned[-1] / "config.json").read_text())
+    config["train"]["steps"] = 41
+    (finetuned[-1] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DepthrouteError, match="differ in train, so they are not one comparison"):
+        distilling.distil(finetuned)
+
+
+def test_half_of_the_tasks_is_no_score(results, finetuned):
+    for run in finetuned[:1]:
+        judged = json.loads((run / "scores.json").read_text())
+        judged["tasks"] = judged["tasks"][1:]
+        (run / "scores.json").write_text(json.dumps(judged))
+    put(results, "e", *finetuned)
+    (field,) = evidence.fields("e")
+    better = evidence.difference(field, "delta", "standard", "score")
+    assert list(better["by_seed"]) == ["1", "2"]
+
+
+def test_epochs_are_tokens_over_those_of_the_text(tmp_path):
+    run = write_run(tmp_path / "run", METHODS)
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["train_tokens"] = 1280
+    (run / "config.json").write_text(json.dumps(config))
+    assert distilling.distil([run])["runs"][0]["epochs"] == 2.0  # 40 steps of 64
+
+
+def test_a_run_without_one_whole_seed_is_no_evidence(tmp_path):
+    run = write_run(tmp_path / "run", METHODS, seeds=(0, 1))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines]
+    whole = [r.get("seed") == 0 for r in records]
+    (run / "metrics.jsonl").write_text(
+        "".join(n for n, is_kept in zip(lines, whole, strict=True) if is_kept)
+    )
+    shutil.copytree(run, tmp_path / "less")
+    assert distilling.distil([run])["runs"][0]["summary"]["seeds"] == [0]
+    half = [n for n, r in zip(lines, records, strict=True) if r.get("step", 0) < 35]
+    (tmp_path / "less" / "metrics.jsonl").write_text("".join(half))
+    with pytest.raises(DepthrouteError, match="no seed with all methods at step 40, only at step"):
+        distilling.distil([tmp_path / "less"])
