@@ -4,11 +4,12 @@
         --out serve.json
 
 Every method is served as `depthroute convert` leaves it, an identity, and disturbed, as after
-training. In fp32: greedy tokens of the server beside those of `generate`, with log-probabilities;
-many requests at once beside the same ones alone; tokens a second of many clients beside the plain
-model's server, in turns; and the cache, from vLLM's own report. A first token that differs is
-shown with the gap between the two most likely ones: below 1e-4 rounding decides, above it is a
-failure, and the exit status is 1.
+training; its loss on the text says that it is still a language model, since what is not amplifies
+rounding a hundredfold. In fp32: greedy tokens of the server beside those of `generate`, with
+log-probabilities; many requests at once beside the same ones alone; tokens a second of many clients
+beside the plain model's server, in turns; and the cache, from vLLM's own report. A first token that
+differs is shown with the gap between the two most likely ones: below 1e-4 rounding decides, above
+it is a failure, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import torch
 
 import depthroute as dr
 from depthroute.bench.record import Record
-from depthroute.models.loading import load_tokenizer
+from depthroute.models.loading import load_plain, load_tokenizer
 
 METHODS = ("delta-block", "attnres-block", "depth-attention")
 TIE = 1e-4
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="at once")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5, help="of all clients, on each server")
-    parser.add_argument("--amount", type=float, default=0.05, help="by which routing is disturbed")
+    parser.add_argument("--amount", type=float, default=0.01, help="by which routing is disturbed")
     parser.add_argument("--eager", action="store_true", help="without vLLM's torch.compile")
     parser.add_argument("--work", type=Path, help="folder for the routed models, which it keeps")
     parser.add_argument("--out", type=Path, help="JSON file for everything measured")
@@ -93,7 +94,9 @@ def measure(record: Record, work: Path, options: argparse.Namespace) -> None:
     with served(options.base, "vllm", *engine, log=work / "plain.log") as plain:
         record.say("plain: requests at once")
         cache = cache_report(plain.url)
-        row = record.add({"method": "plain", "cache": cache, **at_once(plain.url, requests)})
+        plain_loss = loss(load_plain(options.base, dtype=torch.float32).eval(), texts)
+        row = {"method": "plain", "loss": plain_loss, "cache": cache}
+        row = record.add(row | at_once(plain.url, requests))
         judge(record, row, cache)
         for method in options.method or METHODS:
             folder, log = work / method, work / f"{method}.log"
@@ -101,7 +104,11 @@ def measure(record: Record, work: Path, options: argparse.Namespace) -> None:
                 record.say(f"{method} {variant}: served")
                 row = {"method": method, "variant": variant}
                 with served(folder, "vllm", *engine, log=log) as routed:
-                    row |= beside_generate(folder, routed.url, prompts, options.tokens)
+                    model = dr.from_pretrained(folder, dtype=torch.float32).eval()
+                    row["loss"] = loss(model, texts)
+                    answers = completed(routed.url, [(p, options.tokens) for p in prompts], 8)
+                    expected = generated(model, prompts, options.tokens)
+                    row["beside generate"] = compared(answers, expected)
                     row["cache"] = cache_report(routed.url)
                     if variant == "disturbed":
                         row |= at_once(routed.url, requests)
@@ -260,12 +267,11 @@ def compared(answers: Sequence[Answer], expected: Sequence[Answer]) -> dict[str,
     }
 
 
-def beside_generate(
-    folder: Path, url: str, prompts: Sequence[list[int]], tokens: int
-) -> dict[str, Any]:
-    answers = completed(url, [(prompt, tokens) for prompt in prompts], clients=8)
-    model = dr.from_pretrained(folder, dtype=torch.float32).eval()
-    return {"beside generate": compared(answers, generated(model, prompts, tokens))}
+@torch.no_grad()
+def loss(model: Any, texts: Sequence[list[int]]) -> float:
+    """Nats a token, of the starts of some texts."""
+    ids = torch.tensor([row[:128] for row in texts[:16]])
+    return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
 
 
 def at_once(url: str, requests: Requests) -> dict[str, Any]:
