@@ -239,10 +239,10 @@ def test_a_boundary_of_the_reference_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(backends, "triton_obstacle", lambda *_: None)
     on_a_gpu = torch.empty(2, 64, device="meta")
     chosen = ops.choose("depth_mix", "cuda").backend
-    assert ops.fuses_boundary(chosen, on_a_gpu, 2)
+    assert ops.most_fused(chosen, on_a_gpu) >= 2
     with ops.backend("reference"):
         chosen = ops.choose("depth_mix", "cuda").backend
-        assert not ops.fuses_boundary(chosen, on_a_gpu, 2)
+        assert ops.most_fused(chosen, on_a_gpu) == 0
 
 
 def used_backend() -> str:
@@ -284,12 +284,16 @@ def test_a_setting_is_of_its_task():
     assert asyncio.run(both()) == (["reference", "torch"], "torch")
 
 
+BOTH_WAYS = ["depthroute.depth_mix.default", "depthroute.depth_mix_backward.default"]
+
+
 def compiled(function):
     """``function`` in full graphs, and the depthroute ops of each graph that was made."""
     graphs = []
 
     def keep(module, _):
-        targets = [str(node.target) for node in module.graph.nodes]
+        inner = [part for part in module.modules() if hasattr(part, "graph")]
+        targets = [str(node.target) for part in inner for node in part.graph.nodes]
         graphs.append([target for target in targets if "depthroute" in target])
         return module
 
@@ -297,17 +301,17 @@ def compiled(function):
 
 
 def test_a_compiled_function_follows_the_setting_around_it():
-    sources, query = [torch.randn(2, 8) for _ in range(2)], torch.randn(8)
+    sources, query = [torch.randn(2, 8) for _ in range(2)], torch.randn(8, requires_grad=True)
     mix, graphs = compiled(lambda: ops.depth_mix(sources, query))
     expected = mix()
     with ops.backend("reference"):
         torch.testing.assert_close(mix(), expected)
     assert torch.equal(mix(), expected)
-    assert graphs == [["depthroute.depth_mix.default"], []]
+    assert graphs == [BOTH_WAYS, []]
 
 
 def test_a_setting_inside_a_compiled_function_is_of_its_block():
-    sources, query = [torch.randn(2, 8) for _ in range(2)], torch.randn(8)
+    sources, query = [torch.randn(2, 8) for _ in range(2)], torch.randn(8, requires_grad=True)
 
     def mix():
         with ops.backend("reference"):
@@ -316,7 +320,7 @@ def test_a_setting_inside_a_compiled_function_is_of_its_block():
 
     both, graphs = compiled(mix)
     torch.testing.assert_close(*both())
-    assert graphs == [["depthroute.depth_mix.default"]]
+    assert graphs == [BOTH_WAYS]
     assert not backends._settings
 
 

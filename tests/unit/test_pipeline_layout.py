@@ -119,10 +119,11 @@ def test_with_a_model_the_table_shows_each_stages_parameters():
     {
         "more stages than layers": (
             {"ranks": 8, "chunks": 4},
-            "32 stages, and the model has 16 layers, of which each stage needs one; use at most 4 "
-            "ranks of 4 chunks",
+            "32 stages, and the model has 16 layers, of which each stage needs one; use at most 2 "
+            "chunks a rank",
         ),
-        "more chunks than layers": ({"ranks": 2, "chunks": 17}, "use fewer chunks"),
+        "more chunks than layers": ({"ranks": 2, "chunks": 17}, "use at most 8 chunks a rank"),
+        "more ranks than layers": ({"ranks": 17, "chunks": 2}, "use at most 8 ranks of 2 chunks"),
         "a schedule without chunks": (
             {"schedule": "1f1b", "chunks": 2},
             "'1f1b' runs 1 chunks a rank, not 2; use chunks=1, or for 2 one of interleaved, "

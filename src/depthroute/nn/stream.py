@@ -82,6 +82,8 @@ class ResidualStream:
     observer: Observer | None = None
     backend: str = "torch"
     """Of every mix; chosen at the start, for the device where the stream is."""
+    most_fused: int = 0
+    """Sources of a place that is one kernel, at most."""
 
     @classmethod
     def start(
@@ -114,6 +116,7 @@ class ResidualStream:
                 f"{config.method!r}, or with other settings; make both from one plan"
             )
         backend = _chosen_backend(embedding) if config.chooses else "torch"
+        most_fused = ops.most_fused(backend, embedding)
         holds = config.places[0].num_finished > 0
         state = embedding if config.keeps_state else None
         if config.streams > 1:
@@ -126,6 +129,7 @@ class ResidualStream:
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
             backend=backend,
+            most_fused=most_fused,
         )
 
     @property
@@ -177,12 +181,14 @@ class ResidualStream:
         accumulated inside the kernels instead of by autograd, three passes a source and site.
         """
         chosen: SiteParameters | None = site() if isinstance(site, torch.nn.Module) else site
-        if not self.place.chooses and self.is_one_kernel:
-            chosen = self._single()
-        if chosen is not None and self.is_one_kernel:
-            return self._mix(self.place, chosen, norm)
+        place = self.plan.places[self.index]
+        if self._fuses(place):
+            if not place.chooses:
+                chosen = self._single()
+            if chosen is not None:
+                return self._mix(place, chosen, norm)
         stream = self if self.pending is None else self.settled()
-        x, after = stream._route(stream.place, chosen)
+        x, after = stream._route(place, chosen)
         if stream.observer is not None:
             x = stream.observer.on_read(stream, chosen, x)
         return (x if norm is None else norm.apply(x)), after
@@ -194,10 +200,10 @@ class ResidualStream:
 
     def _fuses(self, place: Place) -> bool:
         """Whether the place ahead is one call of the boundary kernel."""
-        if not place.fuses or self.observer is not None:
+        if not self.most_fused or not place.fuses or self.observer is not None:
             return False
         newer = place.num_sources - (place.num_grouped if self.priors else 0)
-        return ops.fuses_boundary(self.backend, self.example, newer)
+        return 0 < newer <= self.most_fused
 
     def _single(self) -> SiteParameters:
         """For a place with one source, whose weight is 1 whatever the query."""
@@ -317,8 +323,10 @@ class ResidualStream:
             return self.settled().push(output)
         output = self._checked(place, output)
         ahead, priors = plan.places[index + 1], self.priors[len(place.reads) :]
-        if ahead.fuses and _changed(self, priors=priors)._fuses(ahead):
-            return _changed(self, index=index + 1, pending=output, priors=priors)
+        if self.most_fused:
+            waiting = _changed(self, index=index + 1, pending=output, priors=priors)
+            if waiting._fuses(ahead):
+                return waiting
         return self._added(ahead, output, priors)
 
     def _checked(self, place: Place, output: Tensor) -> Tensor:
@@ -412,7 +420,7 @@ class ResidualStream:
 
         The queries after a cut are on the other side of it, and so it is done there.
         """
-        group = self.place.opens_group
+        group = self.plan.places[self.index].opens_group
         if self.sites is None or group is None:
             return self
         at = (self.sites.at(i) for i in group)
@@ -460,7 +468,9 @@ class ResidualStream:
         is_same = stream.example.device == self.example.device
         if is_same or not self.plan.chooses:
             return stream
-        return _changed(stream, backend=_chosen_backend(stream.example))
+        backend = _chosen_backend(stream.example)
+        most_fused = ops.most_fused(backend, stream.example)
+        return _changed(stream, backend=backend, most_fused=most_fused)
 
     def alone(self, count: int) -> ResidualStream:
         """The structure for the next ``count`` sublayers, as if the stack began with them: the

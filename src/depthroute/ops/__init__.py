@@ -26,7 +26,7 @@ from depthroute.ops.mix import (
     depth_mix,
     depth_mix_carried,
     depth_mix_merge,
-    fuses_boundary,
+    most_fused,
 )
 from depthroute.ops.private.inductor import compile_options
 from depthroute.ops.static import static_mix
@@ -49,11 +49,11 @@ __all__ = [
     "depth_mix_group_carried",
     "depth_mix_merge",
     "doubly_stochastic",
-    "fuses_boundary",
     "hyper_read",
     "hyper_write",
     "keeping_backend",
     "linear_cross_entropy",
+    "most_fused",
     "record_backends",
     "reference",
     "static_mix",

@@ -344,14 +344,19 @@ RESIDENT_BYTES = 73 * 1024
 12 of 2048, 17 of 1024."""
 
 
-def fits(rows: int, width: int, itemsize: int) -> bool:
-    """Whether so many rows of a token fit one program, and are better off there.
+def most_that_fit(width: int, itemsize: int) -> int:
+    """Rows of a token that fit one program, and are better off there.
 
     17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
     (docs/negative-results.md).
     """
-    limit = RESIDENT_BYTES if rows <= 12 else RESIDENT_BYTES // 2
-    return 0 < rows <= RESIDENT_SOURCES and rows * width * itemsize <= limit
+    few, many = RESIDENT_BYTES // (width * itemsize), RESIDENT_BYTES // 2 // (width * itemsize)
+    return min(many, RESIDENT_SOURCES) if many > 12 else min(few, 12)
+
+
+def fits(rows: int, width: int, itemsize: int) -> bool:
+    """Whether so many rows of a token fit one program, and are better off there."""
+    return 0 < rows <= most_that_fit(width, itemsize)
 
 
 def keeps_low_bits(mix: Mix) -> bool:

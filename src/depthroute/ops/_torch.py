@@ -9,13 +9,13 @@ norm are done around it (:mod:`depthroute.ops.mix`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from depthroute.ops._autocast import unrounded
 from depthroute.ops._record import (
     AttentionBackward,
     AttentionMix,
@@ -36,14 +36,28 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _unrounded(function: F) -> F:
-    """Without autocast, which would round what goes into dot products to 16 bits."""
+_KINDS = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone")
+_HAVE_AUTOCAST = frozenset(kind for kind in _KINDS if torch.amp.is_autocast_available(kind))
+"""Asked once: a graph of torch 2.11 cannot, and ``meta`` has none and says so with an error."""
 
+
+def is_autocast(device: str) -> bool:
+    return device in _HAVE_AUTOCAST and torch.is_autocast_enabled(device)
+
+
+def unrounded(device: str) -> AbstractContextManager[Any]:
+    """Without autocast, which would round what goes into products to 16 bits."""
+    return torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext()
+
+
+def _unrounded(function: F) -> F:
     @wraps(function)
     def run(record: Any) -> Any:
         query = record.queries if hasattr(record, "queries") else record.query
         device = "cpu" if query.is_cpu else query.device.type
-        with unrounded(device):
+        if not is_autocast(device):
+            return function(record)
+        with torch.autocast(device, enabled=False):
             return function(record)
 
     return cast(F, run)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import reference
-from depthroute.ops._autocast import is_autocast
+from depthroute.ops._torch import is_autocast
 from depthroute.ops.backends import choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, from_triton
 from depthroute.ops.private.transforms import no_derivative, refuse_batched

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
 from depthroute.ops import reference
-from depthroute.ops._autocast import unrounded
 from depthroute.ops._checks import check_sources
+from depthroute.ops._torch import unrounded
 from depthroute.ops.backends import RUNS, choose, ran_by_definition
 from depthroute.ops.private.dispatch import Op, applied
 from depthroute.ops.private.transforms import no_derivative, refuse_batched

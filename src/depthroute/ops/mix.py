@@ -153,11 +153,12 @@ def _torch_alone(mix: Mix) -> Tensor | None:
     return _call("torch", mix).x
 
 
-def fuses_boundary(backend: str, example: Tensor, num_sources: int) -> bool:
-    """Whether a boundary over so many such sources is one kernel, and so worth waiting for."""
+def most_fused(backend: str, example: Tensor) -> int:
+    """How many such sources a boundary may have that is one kernel, and so worth waiting for; 0
+    where none is."""
     if backend != "triton":
-        return False
-    return _record.fits(num_sources, example.shape[-1], example.element_size())
+        return 0
+    return _record.most_that_fit(example.shape[-1], example.element_size())
 
 
 def _needs_grad(mix: Mix, key_weight: Tensor | None) -> bool:
