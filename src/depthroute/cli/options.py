@@ -306,13 +306,19 @@ class Watching:
         def note(text: str) -> None:
             self.console.print(text, markup=False)  # a path may hold brackets
 
-        return Watch(self._prepared, self._started, self._stepped, note)
+        def validated(done: int, parts: int) -> None:
+            self._loaded("validating", done, parts)
+
+        return Watch(self._prepared, self._started, self._stepped, validated, note)
 
     def _prepared(self, progress: Any) -> None:
+        from depthroute.runs.display import number_of
+
         if self.task is None:
             self.bar.start()
             self.task = self.bar.add_task("tokenising", total=progress.bytes_in_all, status="")
-        status = f"bytes, {progress.documents:,} documents, {progress.tokens:,} tokens"
+        documents = number_of(progress.documents, "document")
+        status = f"bytes, {documents}, {progress.tokens:,} tokens"
         self.bar.update(self.task, completed=progress.bytes_read, status=status)
 
     def _started(self, first: int, steps: int) -> None:
