@@ -48,7 +48,8 @@ def plain_config(base: Any, **options: Any) -> Any:
     options = options | {"trust_remote_code": False}
     if _judge(base, options, is_base=True)["model_type"] == MODEL_TYPE:
         raise CheckpointError(
-            f"{str(base)!r} is already routed; give the plain checkpoint it was made from"
+            f"{str(base)!r} is already routed; give the plain checkpoint it was made from, or what "
+            "`depthroute revert` makes of it"
         )
     config = _config(base, **options)
     architecture_for(config)
