@@ -153,6 +153,15 @@ def test_a_save_may_push_and_a_card_there_that_is_somebody_s_stays(hub, tmp_path
     assert saving.CARD_MARK.encode() in hub.repositories["someone/adapter"]["README.md"]
 
 
+def test_a_hub_that_is_not_reached_and_a_file_that_it_has_not_are_told_apart(hub, monkeypatch):
+    hub.repositories["someone/empty"] = {"README.md": b""}
+    with pytest.raises(dr.CheckpointError, match=r"'someone/empty': it has no config.json"):
+        dr.from_pretrained("someone/empty")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(dr.CheckpointError, match=r"no folder here, and the hub .* cannot be reach"):
+        dr.from_pretrained("someone/nothing")
+
+
 LOAD = """
 import sys
 from transformers import AutoModelForCausalLM
