@@ -318,4 +318,4 @@ def score(runs: Runs, *, requests: Asked, model: Judge, task_data: TaskData = No
 
 
 if __name__ == "__main__":
-    main(app)
+    main(app, "python -m bench")

@@ -30,6 +30,17 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_nav(nav: Any, **_: Any) -> Any:
+    """The front page, then what a reader begins with; the others in the order of their names."""
+    nav.items.sort(key=lambda item: _place(getattr(item, "file", None)))
+    return nav
+
+
+def _place(file: Any) -> int:
+    name = "" if file is None else file.name
+    return 0 if name == "index" else 1 if name.startswith("tutorial-") else 2
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links as they are in the repository lead to pages; files that are no pages are named."""
     folder = "" if page.file.generated_by else "docs/"
@@ -60,7 +71,7 @@ def reference() -> dict[str, str]:
     for space in ("nn", "ops"):
         public = listed(PACKAGE / space / "__init__.py", "__all__")
         pages[f"depthroute.{space}"] = [f"depthroute.{space}.{name}" for name in public]
-    return {f"api/{name}.md": page(name, members) for name, members in pages.items()}
+    return {f"reference/{name}.md": page(name, members) for name, members in pages.items()}
 
 
 def page(name: str, members: list[str]) -> str:

@@ -35,12 +35,20 @@ class RoutingConfig:
     block_size: int | None = None
     num_blocks: int | None = None
     sources: str | None = None
+    """What is read: ``delta``, what sublayers or blocks added; ``cumulative``, the states after
+    them; ``reference``, what released code stores."""
     routing: str | None = None
+    """``replacement``: a sublayer reads the mix. ``additive``: the mix on top of the state."""
     init: str | None = None
+    """How it starts: ``complete``, ``centered``, ``gate``, ``paper`` or ``reference``."""
     heads: int = 1
+    """Slices of the width with a softmax each."""
     head_norm: str = "full"
+    """Keys are normalised over the whole width, or each head's with ``slice``."""
     include_partial: bool | None = None
+    """Whether the block being filled is a source too."""
     embedding_source: bool = True
+    """Whether the embedding is one."""
     value_reads: bool = False
     """attnres and delta only: attention's values come from a read of their own, with its query."""
     learned: bool = False
@@ -58,6 +66,7 @@ class RoutingConfig:
     eps: float | None = None
     """Of the norm that weights are computed from; left out, the model's own norm eps."""
     evaluation: str = "auto"
+    """``one_pass`` or ``two_phase``, which shares the reading of older sources; the same result."""
     group_size: int | None = None
     """Sublayers per two-phase group; left out, chosen by the plan."""
 

@@ -1,11 +1,13 @@
 """`train` and `finetune` as a user meets them, interruptions included."""
 
 import json
+import logging
 import os
 import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 
@@ -332,3 +334,17 @@ def test_commands_say_nothing_but_their_own_words(tmp_path, base):
     )
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0 and err == "" and "identity over" in out
+
+
+def test_libraries_that_are_imported_later_are_quiet_too():
+    code = """
+import logging
+from depthroute.cli.terminal import quiet
+names = ("transformers", "huggingface_hub", "datasets")
+with quiet(verbose=False):
+    for name in names:
+        __import__(name)
+    print([logging.getLogger(name).getEffectiveLevel() for name in names])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == f"{[logging.ERROR] * 3}\n", ended.stderr

@@ -64,6 +64,11 @@ def test_figures_show_themselves(tmp_path):
     attention, mlp, *_ = figure.axes
     assert attention.get_title(loc="left") == "Attention" and "MLP" in mlp.get_title(loc="left")
     assert attention.images[0].get_array().tolist() == [[0.25, 0.75]] * 2
+    site = SiteTrace("layers.1.mlp", ("embedding", "partial"), torch.ones(2) / 2, 0.5, 0.0, 1.0)
+    names = ("embedding", "block.0", "partial")
+    later = SiteTrace("layers.2.mlp", names, torch.ones(3) / 3, 1 / 3, 0.0, 1.0)
+    ticks = Trace({s.name: s for s in (site, later)}, {}, None).plot().axes[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == ["E", "b0", "now"], "first to last"
     run = dr.Run(write_run(tmp_path / "run", ("standard", "delta")))
     curves, difference = run.plot().axes
     assert [line.get_label() for line in curves.lines] == ["standard", "delta"]

@@ -18,6 +18,7 @@ from depthroute import files
 from depthroute.cli import app
 from depthroute.cli.run_file import Chosen
 from depthroute.config import RoutingConfig
+from depthroute.methods import NAMES
 from depthroute.runs import listing
 from depthroute.runs.directory import RunDirectory
 from depthroute.train.settings import TrainSettings
@@ -209,12 +210,16 @@ def test_a_run_stopped_before_its_first_record_can_be_started_again(depthroute, 
     assert tomllib.loads(Path("run/run.toml").read_text())["method"] == "delta-block"
 
 
-def test_help_names_every_setting(depthroute):
-    _, out, _ = depthroute("train", "--help")
-    words = " ".join(out.replace("│", " ").split())
-    for settings in (TrainSettings, RoutingConfig):
-        for name in {f.name for f in fields(settings)} - {"method"}:
+def test_help_names_every_setting_in_full_in_a_terminal_of_80_columns(depthroute, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("train", "finetune", "compare"):
+        _, out, _ = depthroute(command, "--help")
+        words = " ".join(out.replace("│", " ").split())
+        tables = (TrainSettings,) if command == "compare" else (TrainSettings, RoutingConfig)
+        for name in {f.name for settings in tables for f in fields(settings)} - {"method"}:
             assert f" {name}," in words or f" {name}." in words
+        for name in (*NAMES, "--config", "--trust-remote-code", "$DEPTHROUTE_CACHE"):
+            assert name in words
 
 
 def begun(path, *records, summary=None, **about):
@@ -277,6 +282,7 @@ def test_runs_are_listed_with_their_state_and_how_to_go_on(depthroute, place):
     assert status == 0 and found["killed"]["resume"] in out and "1 of 10" in out
     status, out, _ = depthroute("runs", "show", "runs/cut")
     assert status == 0 and "interrupted" in out and found["cut"]["resume"] in out
+    assert depthroute("runs", "show", "cut")[1] == out, "by the name that the list gives it"
     active.close()
     assert not files.is_locked(Path("runs/now", files.LOCK))
 
@@ -301,17 +307,18 @@ def test_a_folder_without_runs_and_one_that_is_none_are_told_apart(depthroute, p
 
 
 def test_the_shell_completes_commands_options_presets_and_methods():
+    def answer(*words, **environment):
+        called = [sys.executable, "-m", "depthroute", *words]
+        environment = os.environ | environment
+        return subprocess.run(called, env=environment, capture_output=True, text=True).stdout
+
     def completed(line):
-        words = line.split(" ")
-        code = "import sys; sys.argv[0] = 'depthroute'; from depthroute.cli import main; main()"
-        environment = {"_DEPTHROUTE_COMPLETE": "complete_bash", "COMP_WORDS": line}
-        environment["COMP_CWORD"] = str(len(words) - 1)
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | environment,
-            capture_output=True,
-            text=True,
-        ).stdout.split()
+        asked = {"_DEPTHROUTE_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        return answer(**asked, COMP_CWORD=str(len(line.split(" ")) - 1)).split()
+
+    detection = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    script = answer("--show-completion", "bash", **detection)
+    assert "complete -o default -F _depthroute_completion depthroute" in script
 
     assert completed("depthroute fine") == ["finetune"]
     assert "tiny" in completed("depthroute train --preset t")

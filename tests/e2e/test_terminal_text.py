@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
@@ -12,14 +13,16 @@ import tty
 import warnings
 
 import pytest
+from rich.console import Console
 from tests.runs import write_run
 from tests.support import routed_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from depthroute import cli
+from depthroute.cli.options import Watching
 from depthroute.cli.terminal import PlainConsole
-from depthroute.runs.display import comparison_table
+from depthroute.runs.display import comparison_table, measuring_bar
 from depthroute.runs.summary import summarise
 from depthroute.visible import visible, visible_line
 
@@ -177,3 +180,31 @@ def test_visible_spells_out_what_is_obeyed_and_nothing_else():
         assert is_kept or visible(character).startswith("\\")
     assert visible("\ud800\u2028\ufeff\U000e0041") == r"\ud800\u2028\ufeff\U000e0041"
     assert visible_line("one\n  two\n") == "one two"
+
+
+def test_a_bar_says_how_long_it_takes_and_only_where_it_is_known_how_much_is_left():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    bar = measuring_bar(console)
+    bar.add_task("loading", total=None)
+    bar.add_task("perplexity", total=4, completed=1)
+    console.print(bar)
+    loading, perplexity = console.file.getvalue().splitlines()[:2]
+    assert "0:00:00" in loading and "left" not in loading
+    assert "(-:--:-- left)" in plain(perplexity)
+
+
+def test_validating_has_a_line_while_it_lasts():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    watching = Watching(console)
+    watch = watching.watch()
+    watch.on_start(0, 6)
+    watch.on_validation(3, 8)
+    assert [task.description for task in watching.bar.tasks] == ["step", "validating"]
+    assert watching.bar.tasks[1].completed == 3 and watching.bar.tasks[1].total == 8
+    watch.on_validation(8, 8)
+    assert [task.description for task in watching.bar.tasks] == ["step"]
+    watching.end()
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)

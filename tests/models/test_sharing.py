@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 import depthroute as dr
 from depthroute.models import saving, sharing
@@ -77,6 +77,18 @@ def test_an_adapter_s_card_says_how_it_is_attached(tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path / "decoder")) is type(model.model)
 
 
+def test_a_card_names_the_class_of_its_head_and_does_not_praise_what_is_plain(tmp_path):
+    small().save_pretrained(tmp_path)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
+    classifier.save_pretrained(tmp_path / "head")
+    text = card_of(tmp_path / "head")[1]
+    assert "model = AutoModelForSequenceClassification.from_pretrained(" in text
+    assert "instead of one running sum, what `delta` routes to them" in text
+    routed_model("standard", layers=2).save_pretrained(tmp_path / "plain")
+    text = card_of(tmp_path / "plain")[1]
+    assert "whose layers read one running sum" in text and "instead" not in text
+
+
 def test_a_card_that_somebody_wrote_stays(tmp_path):
     model, card = small(), tmp_path / "README.md"
     model.save_pretrained(tmp_path)
@@ -100,7 +112,8 @@ def test_a_trained_model_s_card_has_its_figures(tmp_path, depthroute):
     assert status == 0, err
     text = card_of(tmp_path / "run" / "model")[1]
     assert "| training steps | 2 |" in text
-    assert f"| validation loss | {json.loads(printed)['validation_loss']} |" in text
+    loss = json.loads(printed)["validation_loss"]
+    assert f"| validation loss | {loss:.4f} nats per byte |" in text
 
 
 @pytest.fixture
@@ -138,6 +151,15 @@ def test_a_save_may_push_and_a_card_there_that_is_somebody_s_stays(hub, tmp_path
     assert adapter.keys() == {"README.md", "routing.safetensors", "routing_config.json"}
     small().push_to_hub("someone/adapter", token="hf_ours", adapter_only=True)
     assert saving.CARD_MARK.encode() in hub.repositories["someone/adapter"]["README.md"]
+
+
+def test_a_hub_that_is_not_reached_and_a_file_that_it_has_not_are_told_apart(hub, monkeypatch):
+    hub.repositories["someone/empty"] = {"README.md": b""}
+    with pytest.raises(dr.CheckpointError, match=r"'someone/empty': it has no config.json"):
+        dr.from_pretrained("someone/empty")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(dr.CheckpointError, match=r"no folder here, and the hub .* cannot be reach"):
+        dr.from_pretrained("someone/nothing")
 
 
 LOAD = """

@@ -330,6 +330,14 @@ def test_the_page_begins_with_what_was_found_and_how_sure_it_is(tmp_path, losses
     assert finding(data) in html.unescape(page.partition('<p class="finding">')[2])
 
 
+def test_the_first_sentence_says_what_fine_tuning_began_with(tmp_path):
+    run = write_run(tmp_path / "run", ("delta",), seeds=(0,))
+    first = next(r for r in records(run) if r["event"] == "validation")
+    with (run / "metrics.jsonl").open("a") as lines:
+        lines.write(json.dumps(first | {"step": 0, "loss": 2.5}) + "\n")
+    assert ", 2.5000 before the first step. There" in finding(report(tmp_path, run)[0])
+
+
 def test_the_first_sentence_does_not_hide_divergence_other_data_or_an_unfinished_run(tmp_path):
     run = write_run(tmp_path / "run", ("standard", "delta", "x0-skip"))
     diverge(run, "x0-skip", 0, 20)

@@ -416,11 +416,11 @@ def test_a_stop_half_way_through_a_validation_does_it_again_as_a_whole(
 ):
     original = Trainer.validate
 
-    def interrupted(trainer, batches):
+    def interrupted(trainer, *arguments):
         if trainer.completed == 3 and not (tmp_path / "asked").exists():
             (tmp_path / "asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(trainer, batches)
+        return original(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "validate", interrupted)
     run = RunDirectory.create(tmp_path / "run")

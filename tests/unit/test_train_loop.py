@@ -95,5 +95,8 @@ def test_validation_weighs_a_short_last_batch_by_its_tokens():
     assert [len(b.inputs) for b in batches] == [4, 2]
     together = Batch(*(torch.cat([b[i] for b in batches]) for i in (0, 1)))
     expected = (loss_sum(trainer.model, together) / together.num_targets).item()
-    assert trainer.validate(batches) == pytest.approx(expected, rel=1e-6)
+    heard = []
+    loss = trainer.validate(batches, lambda done, parts: heard.append((done, parts)))
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert heard == [(0, 2), (1, 2), (2, 2)]
     assert trainer.model.training

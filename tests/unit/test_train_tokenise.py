@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.support import llama_config, trained_like
+from tests.support import llama_config, plain_model, trained_like
 from transformers import AutoTokenizer
 
 import depthroute as dr
@@ -196,6 +196,16 @@ def test_the_byte_tokenizer_is_saved_as_one_that_others_load(tmp_path):
     text = "naïve 🐟\n\tĀ \x00"
     assert loaded(text).input_ids == list(text.encode())
     assert loaded.decode(list(text.encode())) == text
+
+
+def test_bytes_beside_a_model_are_parted_by_the_token_that_ends_its_texts(tmp_path, corpus):
+    as_bytes().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no eos, sep or bos token"):
+        choose_vocabulary(str(tmp_path), corpus, tmp_path)
+    model = plain_model(layers=1)
+    model.config.eos_token_id = 0
+    model.save_pretrained(tmp_path)
+    assert choose_vocabulary(str(tmp_path), corpus, tmp_path).separator == 0
 
 
 def test_a_bad_tokenizer_is_one_clear_error(tmp_path, corpus):

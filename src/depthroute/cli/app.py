@@ -4,9 +4,10 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -50,8 +51,9 @@ def with_settings(text: str | None) -> str | None:
 
 class Commands(typer.Typer):
     """Commands whose options may come in groups: a parameter that is a dataclass stands for an
-    option a field. Every path may start at ``~``: a shell leaves that in ``--out=~/run``. All are
-    quiet about what other libraries say, unless ``--verbose``."""
+    option a field, and its ``panel`` is their heading in the help. Every path may start at ``~``: a
+    shell leaves that in ``--out=~/run``. All are quiet about what other libraries say, unless
+    ``--verbose``."""
 
     def command(self, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         register = super().command(*args, **({"cls": Command} | kwargs))
@@ -92,7 +94,8 @@ def _options(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], dic
         kind = hints[parameter.name]
         if is_dataclass(kind):
             groups[parameter.name], inner = kind, get_type_hints(kind, include_extras=True)
-            members += [(f.name, f.default, inner[f.name]) for f in fields(kind)]
+            panel = getattr(kind, "panel", None)
+            members += [(f.name, f.default, _in_panel(inner[f.name], panel)) for f in fields(kind)]
         else:
             members.append((parameter.name, parameter.default, kind))
     members.append(("verbose", False, Verbose))
@@ -107,6 +110,16 @@ def _options(function: Callable[..., Any]) -> tuple[list[inspect.Parameter], dic
         if annotation is not Chosen
     ]
     return parameters, groups
+
+
+def _in_panel(annotation: Any, panel: str | None) -> Any:
+    """Of one table for all options the longest name would leave the help no room."""
+    if panel is None:
+        return annotation
+    kind, option = get_args(annotation)
+    option = copy(option)
+    option.rich_help_panel = panel
+    return Annotated[kind, option]
 
 
 def _at_home(value: Any) -> Any:
@@ -166,11 +179,14 @@ def _commands(
     """Keeps sub-commands sub-commands, however many there are."""
 
 
-def main(commands: typer.Typer = app) -> None:
-    """Entry point: a user's mistake is one line on stderr and exit status 2."""
+def main(commands: typer.Typer = app, name: str = "depthroute") -> None:
+    """Entry point: a user's mistake is one line on stderr and exit status 2.
+
+    Completion is installed for ``name``, also where ``python -m depthroute`` installs it.
+    """
     guard()
     try:
-        commands()
+        commands(prog_name=name)
     except DepthrouteError as error:
         print(f"error: {visible_line(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -21,14 +21,16 @@ from depthroute.cli.options import (
 from depthroute.cli.terminal import PlainConsole, notes, print_json
 from depthroute.errors import ConfigError
 
+COMPARED = ("standard", "attnres-block", "delta", "delta-block", "depth-attention")
+
 
 @app.command(epilog="Example: `depthroute compare --methods standard,delta:heads=4 --seeds 3`")
 def compare(
     *,
     preset: Preset = "tiny",
     methods: Annotated[
-        str, typer.Option(help=f"Comma-separated: {METHODS}.")
-    ] = "standard,attnres-block,delta,delta-block,depth-attention",
+        str, typer.Option(help=f"Comma-separated: {METHODS}.", show_default=", ".join(COMPARED))
+    ] = ",".join(COMPARED),
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="How many seeds: 0, 1, ...")] = 2,
     equal: Annotated[
         str,

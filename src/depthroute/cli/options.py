@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import typer
 from rich.console import Console
@@ -39,6 +39,8 @@ Begin = Callable[[], tuple[Any, bool]]
 class TextOptions:
     """How text is read; the names are those of a ``TextSource``."""
 
+    panel: ClassVar[str] = "Text"
+
     text_field: Annotated[
         str | None,
         typer.Option(help="The field of JSONL and Parquet with the text; left out, text."),
@@ -59,6 +61,7 @@ class TextOptions:
 
 @dataclass(frozen=True)
 class RoutingOptions:
+    panel: ClassVar[str] = "Routing"
     method: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +145,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class SweepOptions:
+    panel: ClassVar[str] = "Sweeps and ladders"
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -205,6 +209,8 @@ class OneModelOptions(RunOptions):
 @dataclass(frozen=True)
 class MeshOptions:
     """How the processes that torchrun starts share the work."""
+
+    panel: ClassVar[str] = "Several processes"
 
     parallel: Annotated[
         str, typer.Option(help="Replicas under torchrun: ddp, or fsdp, which shards their weights.")
@@ -300,13 +306,19 @@ class Watching:
         def note(text: str) -> None:
             self.console.print(text, markup=False)  # a path may hold brackets
 
-        return Watch(self._prepared, self._started, self._stepped, note)
+        def validated(done: int, parts: int) -> None:
+            self._loaded("validating", done, parts)
+
+        return Watch(self._prepared, self._started, self._stepped, validated, note)
 
     def _prepared(self, progress: Any) -> None:
+        from depthroute.runs.display import number_of
+
         if self.task is None:
             self.bar.start()
             self.task = self.bar.add_task("tokenising", total=progress.bytes_in_all, status="")
-        status = f"bytes, {progress.documents:,} documents, {progress.tokens:,} tokens"
+        documents = number_of(progress.documents, "document")
+        status = f"bytes, {documents}, {progress.tokens:,} tokens"
         self.bar.update(self.task, completed=progress.bytes_read, status=status)
 
     def _started(self, first: int, steps: int) -> None:

@@ -39,7 +39,11 @@ class Chosen:
             if isinstance(value, list) and (table := _table(value, f"--{key}")) is not None:
                 tables[key] = table
                 del values[key]
-        lines = [f"# depthroute {self.command} --config THIS-FILE", "", *_lines(values)]
+        lines = [
+            f"# depthroute {self.command} --config THIS-FILE",
+            "# Settings that are left out follow from these; config.json has their values.",
+            *("", *_lines(values)),
+        ]
         for name, table in tables.items():
             lines += ["", f"[{name}]", *_lines(table)]
         return "\n".join(lines) + "\n"

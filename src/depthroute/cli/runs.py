@@ -13,6 +13,7 @@ from depthroute.cli.terminal import PlainConsole, output, print_json
 
 runs = Commands(rich_markup_mode="markdown")
 app.add_typer(runs, name="runs")
+FOLDER = Path("runs")
 
 
 @runs.callback(
@@ -20,7 +21,7 @@ app.add_typer(runs, name="runs")
 )
 def list_all(
     context: typer.Context,
-    folder: Annotated[Path, typer.Option(help="Where runs are looked for.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(help="Where runs are looked for.")] = FOLDER,
     as_json: AsJson = False,
 ) -> None:
     """List runs: method, steps, loss, state, and the commands that go on with unfinished ones."""
@@ -52,12 +53,14 @@ def list_all(
 
 @runs.command(epilog="Example: `depthroute runs show runs/book`")
 def show(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or its name in runs/.")],
     as_json: AsJson = False,
 ) -> None:
     """Show one run: what was run on what, how far it came, and the commands for what comes next."""
     from depthroute.runs.listing import is_run, read
 
+    if not is_run(run) and is_run(FOLDER / run):  # as the list names it
+        run = FOLDER / run
     if not is_run(run):
         from depthroute.runs.directory import RunError
 

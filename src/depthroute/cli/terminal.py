@@ -75,7 +75,10 @@ _SILENT = {
     "TQDM_DISABLE": "1",  # asked when tqdm is imported, by every bar that is not ours
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # a level that is set before these are imported does not stay
     "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
     "LOGLEVEL": "ERROR",  # of lm-eval
 }
 _TALKATIVE = ("torch", "transformers", "datasets", "huggingface_hub", "lm_eval", "fsspec", "httpx")

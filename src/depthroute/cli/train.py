@@ -154,7 +154,7 @@ def _told(outcome: dict[str, Any], data: str | None) -> Iterator[str]:
         )
     best = outcome["best"]  # none where no validation gave a number
     lowest = "" if best is None else f" (best {best['loss']:.4f} after step {best['step']})"
-    loss = f"{outcome['validation_loss']:.4f} nats per token"
+    loss = f"{outcome['validation_loss']:.4f} nats per {outcome.get('unit', 'token')}"
     yield f"{outcome['steps']} steps, validation loss {loss}{lowest}"
     if "validation_loss_before" in outcome:
         before = outcome["validation_loss_before"]

@@ -12,8 +12,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from depthroute.data.batches import VOCABULARY
-from depthroute.errors import ConfigError
-from depthroute.models.loading import load_tokenizer
+from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.models.loading import load_tokenizer, model_config
 from depthroute.models.saving import save_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -87,11 +87,23 @@ def pretrained(name: str, *, trust_remote_code: bool = False) -> Vocabulary:
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id)
     separator = next((token for token in ends if token is not None), None)
     if separator is None:
+        separator = _end_of_model(name, len(tokenizer))
+    if separator is None:
         raise ConfigError(
             f"the tokenizer {name!r} has no eos, sep or bos token to set between documents; give "
             "it one and save it again"
         )
     return Vocabulary(name, len(tokenizer), separator, backend.to_str(), tokenizer)
+
+
+def _end_of_model(name: str, size: int) -> int | None:
+    """Of the model that the tokenizer lies beside: bytes have no token that is nothing else."""
+    try:
+        ends = getattr(model_config(name), "eos_token_id", None)
+    except DepthrouteError:  # a tokenizer alone
+        return None
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    return end if isinstance(end, int) and 0 <= end < size else None
 
 
 def train(texts: Iterable[str], size: int, name: str) -> Vocabulary:

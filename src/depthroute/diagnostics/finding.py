@@ -26,9 +26,11 @@ def finding(data: dict[str, Any]) -> str:
 
 
 def _alone(data: dict[str, Any], only: dict[str, Any]) -> str:
+    steps, losses = (only["validation"][key] for key in ("steps", "mean"))
+    before = f", {_FORM.format(losses[0])} before the first step" if steps[:1] == [0] else ""
     return (
         f"{only['label']} reached a validation loss of {_nats(data, only)} at step "
-        f"{only['step']:,}. There is nothing beside it to compare it with."
+        f"{only['step']:,}{before}. There is nothing beside it to compare it with."
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from depthroute.diagnostics.figures import palette
-from depthroute.diagnostics.svg_map import short_name
+from depthroute.diagnostics.svg_map import first_to_last, short_name
 from depthroute.errors import DepthrouteError
 
 _KINDS = {"attention": "Attention", "mlp": "MLP and final read", "values": "Values"}
@@ -52,7 +52,7 @@ def routing_map(sites: Iterable[Any]) -> Any:
     figure = _figure(5.2 * len(groups), min(8.0, 1.6 + 0.28 * rows))
     image, places = None, figure.subplots(1, len(groups), squeeze=False)[0]
     for axes, (kind, members) in zip(places, groups.items(), strict=True):
-        sources = list(dict.fromkeys(name for site in members for name in site.source_names))
+        sources = first_to_last(name for site in members for name in site.source_names)
         table = [[float("nan")] * len(sources) for _ in members]
         for row, site in zip(table, members, strict=True):
             for name, weight in zip(site.source_names, site.weights.tolist(), strict=True):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from depthroute.diagnostics.importance import importance, rank_correlation
+from depthroute.diagnostics.svg_map import first_to_last
 from depthroute.diagnostics.trace import SiteTrace, Trace, trace
 from depthroute.json_shape import is_finite
 
@@ -41,8 +42,7 @@ def record(trace: Trace, rises: Mapping[str, Tensor] | None = None) -> dict[str,
     sites that it looked at, and ``rank_correlation`` says how far the two agree.
     """
     rises = rises or {}
-    names = dict.fromkeys(name for site in trace.sites.values() for name in site.source_names)
-    ordered = sorted(names, key=lambda name: name == "partial")  # the newest stays on the right
+    ordered = first_to_last(n for site in trace.sites.values() for n in site.source_names)
     positions = {name: position for position, name in enumerate(ordered)}
     num_layers = 1 + max(layer_of(name, 0) for name in trace.sublayers)
     sites = [

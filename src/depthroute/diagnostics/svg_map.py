@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from depthroute.diagnostics.svg import (
@@ -55,6 +56,11 @@ def short_name(source: str) -> str:
         layer, _, kind = rest.partition(".")
         return layer + {"attention": "a", "mlp": "m"}.get(kind, "")
     return {"embedding": "E", "partial": "now", "block": f"b{rest}"}.get(head, rest or head)
+
+
+def first_to_last(sources: Iterable[str]) -> list[str]:
+    """Each once, as they come up; the block being filled is the newest at every site."""
+    return sorted(dict.fromkeys(sources), key=lambda name: name == "partial")
 
 
 def map_figure(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
@@ -48,7 +49,8 @@ def plain_config(base: Any, **options: Any) -> Any:
     options = options | {"trust_remote_code": False}
     if _judge(base, options, is_base=True)["model_type"] == MODEL_TYPE:
         raise CheckpointError(
-            f"{str(base)!r} is already routed; give the plain checkpoint it was made from"
+            f"{str(base)!r} is already routed; give the plain checkpoint it was made from, or what "
+            "`depthroute revert` makes of it"
         )
     config = _config(base, **options)
     architecture_for(config)
@@ -202,14 +204,25 @@ def _file(name: Any, title: str, options: dict[str, Any]) -> str | None:
     if path is not None:
         file = os.path.join(path, inside, title)
         return file if os.path.lexists(file) else None
+    is_first = title == "config.json"
     with in_one_line(name):
-        return cached_file(
-            str(name),
-            title,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=title == "config.json",
-            **{k: v for k, v in options.items() if k in _HUB_OPTIONS and v is not None},
-        )
+        try:
+            return cached_file(
+                str(name),
+                title,
+                _raise_exceptions_for_missing_entries=is_first,  # else no connection is none either
+                _raise_exceptions_for_connection_errors=is_first,
+                **{k: v for k, v in options.items() if k in _HUB_OPTIONS and v is not None},
+            )
+        except OSError as error:
+            if isinstance(error.__cause__, LocalEntryNotFoundError):
+                raise CheckpointError(
+                    f"cannot load {str(name)!r}: it is no folder here, and the hub that may have "
+                    "it cannot be reached"
+                ) from error
+            if error.__cause__ is not None or error.errno is not None:
+                raise
+            return None  # the hub has it, without such a file
 
 
 def _check_kind(values: dict[str, Any], where: str, *, is_base: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute._version import __version__
+from depthroute.methods import BASELINE
 from depthroute.models.configuration import MODEL_TYPE, SHIM
 from depthroute.models.saving import CARD, CARD_MARK, CONFIG, is_own_text
 
@@ -34,6 +35,9 @@ def card(
     """
     config, routing = model.config, model.config.routing_config()
     base = _base(config)
+    read = f", instead of one running sum, what `{routing.method}` routes to them over depth"
+    if routing.method == BASELINE:
+        read = " one running sum, as plain models do"
     metadata = ["library_name: transformers", "tags:", f"- {MODEL_TYPE}", f"- {routing.method}"]
     if base is not None and _HUB_ID.fullmatch(base):
         metadata += [f"base_model: {base}"]
@@ -41,8 +45,7 @@ def card(
         *("---", *metadata, "---", "", CARD_MARK, ""),
         f"# {config.model_type} with {routing.name}",
         "",
-        f"A {config.model_type} decoder whose layers read, instead of one running sum, what "
-        f"`{routing.method}` routes to them over depth. "
+        f"A {config.model_type} decoder whose layers read{read}. "
         + ("These are the routing parameters alone. " if adapter_only else "")
         + f"Written by depthroute {__version__}.",
         "",
@@ -64,7 +67,10 @@ def _base(config: Any) -> str | None:
 
 
 def _auto_class(model: Any) -> str:
-    return "AutoModel" if model.base_model is model else "AutoModelForCausalLM"
+    if model.base_model is model:
+        return "AutoModel"
+    head = re.search(r"For\w+$", type(model).__name__)  # GPT2LMHeadModel has none
+    return f"AutoModel{head[0] if head else 'ForCausalLM'}"
 
 
 def _how_to_load(name: str, base: str | None, auto_class: str) -> list[str]:

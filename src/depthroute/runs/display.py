@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from depthroute.methods import BASELINE
 from depthroute.runs.ladder import TREND
@@ -51,6 +53,13 @@ def training_bar(console: Console) -> Progress:
     )
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """Beside the time that went by, it has to say which it is; nothing where it is not known."""
+
+    def render(self, task: Task) -> Text:
+        return Text.assemble("(", super().render(task), " left)") if task.total else Text()
+
+
 def measuring_bar(console: Console) -> Progress:
     """What is being done, for how long, and the time left where that is known; gone when it is
     done, since the result says it all."""
@@ -58,8 +67,7 @@ def measuring_bar(console: Console) -> Progress:
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         TimeElapsedColumn(),
-        TextColumn("left", markup=False),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=console,
         transient=True,
         disable=not console.is_terminal,  # elsewhere it would leave an empty line

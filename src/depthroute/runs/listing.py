@@ -60,7 +60,7 @@ def list_runs(folder: Path) -> list[Listed]:
     """The runs in ``folder``, and below folders that are no runs themselves; newest first."""
     folder = files.at_home(folder)
     if not folder.is_dir():
-        raise RunError(f"{str(folder)!r} is no folder; name the one that holds your runs")
+        raise RunError(f"{str(folder)!r} is no folder; name that of your runs with --folder")
     return sorted(map(read, _runs_below(folder)), key=lambda run: run.changed, reverse=True)
 
 

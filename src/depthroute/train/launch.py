@@ -37,6 +37,7 @@ from depthroute.runs import environment
 from depthroute.runs.checkpoint import whole_weights
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
 from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
+from depthroute.runs.summary import unit_of
 from depthroute.train import story
 from depthroute.train.loop import Experiment, Look, Sink
 from depthroute.train.prepare import (
@@ -71,6 +72,7 @@ class Watch:
     on_progress: Callable[[tokenise.Progress], None] = lambda progress: None
     on_start: Callable[[int, int], None] = lambda first, steps: None
     on_step: Callable[[StepResult, int], None] = lambda result, memory: None
+    on_validation: Callable[[int, int], None] = lambda done, parts: None
     note: Callable[[str], None] = lambda text: None
 
 
@@ -233,6 +235,7 @@ def _run(
     world: World,
 ) -> dict[str, Any]:
     config = _config(request, job, index, world)
+    unit = unit_of(config["data"])
     opened = world.on_main(lambda: _open_run(request, config))
     run, goes_on = opened or (RunDirectory(files.at_home(request.out)), False)
     name = next(iter(run.read_json("config.json")["methods"])) if world.is_main else ""
@@ -260,7 +263,8 @@ def _run(
             sinks=_sinks(request, run, config) if world.is_main else (),
             on_built=tell if job.has_story else lambda experiment: None,
             on_step=lambda progress: watch.on_step(progress.result, progress.memory),
-            on_trained=lambda experiment: _finish(experiment, request, vocabulary, watch),
+            on_validation=watch.on_validation,
+            on_trained=lambda experiment: _finish(experiment, request, vocabulary, watch, unit),
         )
         if is_resumed:
             step = experiment.resume(watch.note)
@@ -292,18 +296,29 @@ def _places(run: RunDirectory) -> dict[str, str]:
 
 
 def _finish(
-    experiment: Experiment, request: Request, vocabulary: Vocabulary | None, watch: Watch
+    experiment: Experiment,
+    request: Request,
+    vocabulary: Vocabulary | None,
+    watch: Watch,
+    unit: str,
 ) -> None:
     """The trained model for everybody's use, a look at it, and last what it all came to."""
     run, trainer = experiment.directory, experiment.trainer
     outcome = {
         "steps": trainer.completed,
         "validation_loss": experiment.last_validation,
+        "unit": unit,
         "best": experiment.checkpoints.best,
     } | _places(run)
     trainer.parts[0].identity = story.identity(run)
     saved = experiment.checkpoints.path(experiment.taken)
-    figures = {"training steps": trainer.completed, "validation loss": experiment.last_validation}
+    loss = "" if experiment.last_validation is None else f"{experiment.last_validation:.4f}"
+    before = story.loss_before(run)
+    since = "" if before is None else f", {before:.4f} before the first step"
+    figures = {
+        "training steps": trainer.completed,
+        "validation loss": f"{loss} nats per {unit}{since}" if loss else None,
+    }
     export(trainer, run.path / "model", vocabulary, figures, checkpoint=saved)
 
     def whole(trainer: Trainer) -> Any:

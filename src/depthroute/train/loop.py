@@ -94,6 +94,7 @@ class Experiment:
     on_built: Callable[[Experiment], None] = lambda experiment: None
     """What is done with the models of a seed before their first step."""
     on_step: Callable[[Progress], None] = lambda progress: None
+    on_validation: Callable[[int, int], None] = lambda done, parts: None
     on_trained: Callable[[Experiment], None] = lambda experiment: None
     """What is done with the trained models of a seed before they make room for the next."""
 
@@ -216,7 +217,7 @@ class Experiment:
         for position, (label, trainer) in enumerate(self.trainers.items()):
             if position:
                 self._stop_inside(lines)
-            loss = self.last_validation = trainer.validate(self.validation)
+            loss = self.last_validation = trainer.validate(self.validation, self.on_validation)
             step = trainer.completed
             self.record("validation", label, step=step, loss=loss, tokens=tokens, **place)
         return None if self.is_comparison else self.last_validation

@@ -32,7 +32,7 @@ def begin(experiment: Experiment, look: Look | None, note: Callable[[str], None]
     """Before the first step: is it the base, how good is it, where does it read."""
     trainer = experiment.trainer
     identity: IdentityReport | None = getattr(trainer.parts[0], "identity", None)
-    loss = trainer.validate(experiment.validation)
+    loss = trainer.validate(experiment.validation, experiment.on_validation)
     (label,) = experiment.trainers
     tokens = sum(batch.num_targets for batch in experiment.validation)
     experiment.record("validation", label, step=0, loss=loss, tokens=tokens)
@@ -66,6 +66,11 @@ def identity(run: RunDirectory) -> IdentityReport | None:
     """Of the conversion that the run began with; one that goes on converts nothing."""
     found = _start(run).get("identity")
     return None if found is None else IdentityReport(**{name: found[name] for name in _IDENTITY})
+
+
+def loss_before(run: RunDirectory) -> float | None:
+    """The validation loss before the first step, where it was taken."""
+    return _start(run).get("validation_loss")
 
 
 def _start(run: RunDirectory) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,8 +296,15 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     @torch.no_grad()
-    def validate(self, batches: list[Batch]) -> float:
-        """Mean nats per token over held-out batches, which every rank computes in full."""
+    def validate(
+        self,
+        batches: list[Batch],
+        on_part: Callable[[int, int], None] = lambda done, parts: None,
+    ) -> float:
+        """Mean nats per token over held-out batches, which every rank computes in full.
+
+        ``on_part`` hears how many parts are done, and of how many.
+        """
         self.model.eval()
         count = sum(batch.num_targets for batch in batches)
         if self.settings.compile is not None:
@@ -306,7 +313,11 @@ class Trainer:
         if isinstance(self.model, Spread):
             rows = self.model.rows(len(parts[0].inputs))
             parts = [part.padded(rows) for part in parts if len(part.inputs)]
-        sums = [self._loss_sum(part.to(self.device)) for part in parts if len(part.inputs)]
+        parts, sums = [part for part in parts if len(part.inputs)], []
+        for done, part in enumerate(parts):
+            on_part(done, len(parts))
+            sums.append(self._loss_sum(part.to(self.device)))
+        on_part(len(parts), len(parts))
         self.model.train()
         total = sum(value.item() for value in sums)
         if isinstance(self.model, Spread):
