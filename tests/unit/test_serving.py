@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tomllib
+import types
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_it_listens_on_the_loopback_and_hands_the_rest_on(depthroute, installed,
         *(folder, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"),
         *("--max-model-len", "99"),
     ]
+
+
+def test_on_a_cpu_transformers_cache_is_half_of_what_is_free_or_what_is_asked_for(
+    installed, folder, monkeypatch
+):
+    installed("transformers")
+    memory = types.SimpleNamespace(available=3 << 30, total=8 << 30)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    asked = {"host": "127.0.0.1", "port": 0, "dtype": "auto"}
+    line = " ".join(command.server(folder, "transformers", **asked).command)
+    assert line.endswith("--cb-max-memory-percent 0.188")
+    for own in (["--cb-max-memory-percent", "0.7"], ["--cb-max-memory-percent=0.7"]):
+        line = command.server(folder, "transformers", **asked, options=own).command
+        assert line[-len(own) :] == own and " ".join(line).count("percent") == 1
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert "percent" not in " ".join(command.server(folder, "auto", **asked).command)
 
 
 def test_an_engine_that_cannot_serve_the_model_gives_way_to_one_that_can(installed, tmp_path):

