@@ -127,6 +127,12 @@ def test_an_engine_that_cannot_serve_the_model_gives_way_to_one_that_can(install
         command._chosen("auto", looped.config)
 
 
+def test_a_pipeline_of_vllms_is_refused_before_it_starts(depthroute, installed, started, folder):
+    installed("vllm")
+    status, _, errors = depthroute("serve", folder, "--", "--pipeline-parallel-size", "2")
+    assert status == 2 and "use tensor_parallel_size" in errors and not started
+
+
 def test_without_an_engine_it_says_what_to_install(depthroute, installed, folder):
     installed()
     status, _, errors = depthroute("serve", folder)
@@ -253,6 +259,10 @@ def test_a_vllm_command_ends_with_one_line_where_its_routed_folder_is_wrong(fold
     for words in (["serve", str(tmp_path)], ["--port", "1", f"--model={tmp_path}"]):
         with pytest.raises(SystemExit, match=r"^error: .*'warp'.*newer depthroute.$"):
             judge(words)
+    for words in (["-pp", "2"], ["--pipeline-parallel-size=2"], ["--pipeline_parallel_size", "2"]):
+        with pytest.raises(SystemExit, match=r"^error: .*parallel_size=2 .*use tensor_parallel"):
+            judge(["serve", folder, *words])
+    judge(["serve", folder, "-pp", "1", "--pipeline-parallel-size"])
     edited(folder, tmp_path, routing={"method": "delta", "loops": 2})
     with pytest.raises(SystemExit, match=r"^error: .*run 2 times"):
         judge(["serve", str(tmp_path)])

@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_psutil_available, is_serve_availa
 from depthroute.errors import ConfigError, DepthrouteError, unknown
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.loading import load_tokenizer, model_config
-from depthroute.serving.limits import check_servable
+from depthroute.serving.limits import check_servable, pipeline_size
 
 _CACHE_SHARE = "--cb-max-memory-percent"
 ENGINES = ("auto", "vllm", "transformers")
@@ -40,7 +40,7 @@ def server(
         raise unknown("engine", engine, ENGINES)
     config = model_config(model)
     load_tokenizer(model)
-    engine, reason = _chosen(engine, config)
+    engine, reason = _chosen(engine, config, pipeline_size(options))
     _check_port(host, port)
     own = ["--host", host, "--port", str(port), "--dtype", dtype]
     if engine == "vllm":
@@ -72,7 +72,7 @@ def _start_of_vllm(model: str) -> list[str]:
     return ["-m", "vllm.entrypoints.cli.main", "serve", model]
 
 
-def _chosen(asked: str, config: Any) -> tuple[str, str]:
+def _chosen(asked: str, config: Any, pipeline: int = 1) -> tuple[str, str]:
     """An engine and why."""
     installed = {
         "vllm": importlib.util.find_spec("vllm") is not None,
@@ -83,13 +83,13 @@ def _chosen(asked: str, config: Any) -> tuple[str, str]:
         if not installed[asked]:
             raise ConfigError(f"--engine {asked} is not installed here: {_INSTALL[asked]}")
         if asked == "vllm" and is_routed:
-            check_servable(config)
+            check_servable(config, pipeline_parallel_size=pipeline)
         return asked, "asked for"
     refusal = None
     if installed["vllm"]:
         try:
             if is_routed:
-                check_servable(config)
+                check_servable(config, pipeline_parallel_size=pipeline)
             return "vllm", "installed, and serves this model"
         except ConfigError as error:
             refusal = error

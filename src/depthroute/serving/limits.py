@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from depthroute.errors import ConfigError
@@ -42,3 +43,14 @@ def check_servable(config: Any, *, pipeline_parallel_size: int = 1) -> None:
             f"{start}pipeline_parallel_size={pipeline_parallel_size} sends one tensor from stage "
             "to stage, and a routed layer reads several; use tensor_parallel_size"
         )
+
+
+def pipeline_size(words: Sequence[str]) -> int:
+    """Of the pipeline that a command line of vLLM's asks for; what cannot be read is vLLM's to
+    judge."""
+    size = 1
+    for word, after in zip(words, [*words, ""][1:], strict=True):
+        name, _, value = word.replace("_", "-").partition("=")
+        if name in ("--pipeline-parallel-size", "-pp") and (value or after).isdigit():
+            size = int(value or after)
+    return size

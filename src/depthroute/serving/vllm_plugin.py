@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from depthroute.errors import DepthrouteError
@@ -32,17 +32,17 @@ def register() -> None:
         judge(sys.argv[1:])
 
 
-def judge(words: Iterable[str]) -> None:
+def judge(words: Sequence[str]) -> None:
     """End a vLLM command whose routed folder cannot be served with one line; what is found later
     is a traceback of every process."""
     from depthroute.models.loading import model_config
-    from depthroute.serving.limits import check_servable
+    from depthroute.serving.limits import check_servable, pipeline_size
 
     for word in words:
         folder = Path(word.partition("=")[2] or word)
         file = folder / "config.json"
         if file.is_file() and f'"{MODEL_TYPE}"' in file.read_text(errors="replace"):
             try:
-                check_servable(model_config(folder))
+                check_servable(model_config(folder), pipeline_parallel_size=pipeline_size(words))
             except DepthrouteError as error:
                 sys.exit(f"error: {error}")
