@@ -143,11 +143,13 @@ def test_the_cache_is_that_of_the_plain_model(three, tmp_path):
     assert len(set(blocks)) == 1, blocks
 
 
-def test_a_pipeline_is_refused_before_workers_are_started(three, tmp_path):
+def test_workers_of_a_pipeline_refuse_the_model_in_a_sentence(three, tmp_path):
+    """The commands do so before there are any; an engine made in Python shows what they logged."""
     folder, _, prompts, _ = three[BLOCKS[0]]
     job = {"folder": folder, "prompts": prompts, "pipeline_parallel_size": 2}
     (answer,) = answers([job], tmp_path)
-    assert "Pipeline parallelism is not supported for this model" in answer["error"]
+    assert "WorkerProc initialization failed" in answer["error"]
+    assert "reads several; use tensor_parallel_size" in (tmp_path / "engine.log").read_text()
 
 
 def test_tensor_parallel_and_compiled_answer_as_generate(three, tmp_path):

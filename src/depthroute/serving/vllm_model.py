@@ -26,13 +26,15 @@ depth_attention.mix_in("vllm")
 class _Routed:
     """Mixed into a model class of vLLM's Transformers backend."""
 
-    supports_pp = False  # so that vLLM refuses a pipeline before it starts workers
     model: Any
     text_config: Any
     logits_processor: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        check_servable(vllm_config.model_config.hf_config)
+        check_servable(
+            vllm_config.model_config.hf_config,
+            pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
+        )
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore
         config = self.text_config
         options = architecture_for(config).logit_options(config)
