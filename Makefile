@@ -17,7 +17,15 @@ QUICK_TESTS := \
 	tests/parity/test_reference_checkpoints.py tests/unit/test_docs_command_lines.py \
 	tests/unit/test_train_data.py tests/unit/test_train_loop.py tests/unit/test_train_settings.py
 
-.PHONY: demo check quick test suite docs test-serving test-wheel lint style types format clean
+# What another torch or transformers would break: every family, caches and generation, graphs and
+# regions that are compiled, ops as torch sees them, launches, and ranks. These come first: they are
+# forks, and torch 2.15 refuses a backward in a fork of a process in which opcheck has run.
+VERSION_TESTS := tests/distributed/test_ranks.py \
+	$(filter-out tests/unit/test_docs_%,$(QUICK_TESTS)) \
+	tests/models/test_families.py tests/models/test_generation.py tests/models/test_regions.py \
+	tests/unit/test_ops_registration.py tests/kernels/test_launcher.py tests/kernels/test_inductor.py
+
+.PHONY: demo check quick test suite docs test-serving test-versions test-wheel lint style types format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/depthroute compare --preset tiny
@@ -41,6 +49,11 @@ test-serving: $(SERVING)/.made
 # The site, in build/site: every page of docs/ and a reference; a link that leads nowhere is an error
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Each pair of torch and transformers in an environment of its own, in build/versions: 6 GB each.
+# PAIRS="2.15.0+5.22.2" for one; tests/versions.py lists those of every release
+test-versions:
+	$(PYTHON) -m tests.versions $(PAIRS) --tests $(VERSION_TESTS)
 
 # Builds the sdist and the wheel into build/dist, and tries each in an empty environment: minutes
 test-wheel:

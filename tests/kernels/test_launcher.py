@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench import kernels
+from depthroute import ops
 from depthroute.bench import accuracy
 from depthroute.ops._triton import attention_launch, layout, mix_launch
 from depthroute.ops.private import launcher
@@ -29,6 +30,9 @@ from tests.kernels.hopper import HopperDriver
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 ns = torch.ops.depthroute
+with_known_triton = pytest.mark.skipif(
+    not launcher.IS_KNOWN, reason="with this Triton every launch is its own"
+)
 
 
 class Noted:
@@ -81,7 +85,8 @@ def asked(monkeypatch):
         expected = self._kernel.run(*arguments, grid=(1,), warmup=True, **self._constants)
         assert chosen is expected, f"{self._kernel.fn.__name__} was launched as another kernel"
         assert given[:3] == [programs, 1, 1]
-        constants = {k: v for k, v in self._constants.items() if k != "num_warps"}
+        options = {"num_warps", *launcher.FUSED}
+        constants = {k: v for k, v in self._constants.items() if k not in options}
         passed = dict(zip(self._kernel.arg_names, given[9:], strict=True))
         assert {name: passed[name] for name in constants} == constants
         for one, other in zip(given[9:], arguments, strict=False):
@@ -176,6 +181,7 @@ BOUNDARIES = [
 ]
 
 
+@with_known_triton
 def test_boundaries_of_every_kind_launch_what_triton_would(asked):
     for options in BOUNDARIES:
         boundary(**options)
@@ -227,6 +233,7 @@ ATTENTION = [
 ]
 
 
+@with_known_triton
 def test_depth_attention_of_every_kind_launches_what_triton_would(asked):
     for options in ATTENTION:
         attention(**options)
@@ -242,6 +249,7 @@ def fill(table, tensors):
     layout._fill_table(tuple(t.dtype for t in tensors))(1, (tensors,), (table,), ())
 
 
+@with_known_triton
 def test_an_address_off_16_bytes_is_never_launched_as_one_on_it(asked):
     table, tensors = torch.zeros(64, dtype=torch.int64), [rows(bf16) for _ in range(16)]
     for _ in range(2):
@@ -252,6 +260,7 @@ def test_an_address_off_16_bytes_is_never_launched_as_one_on_it(asked):
     assert asked["by triton"] == 5  # all but the second of the first kind
 
 
+@with_known_triton
 def test_a_size_beyond_32_bits_is_left_to_triton():
     kernel = launcher.Prepared(_Recorder(calls := []), 1)
     table = torch.zeros(2, dtype=torch.int64)
@@ -277,6 +286,7 @@ class _Recorder:
         return launch
 
 
+@with_known_triton
 def test_whoever_watches_launches_sees_them_all(monkeypatch):
     kernel = launcher.Prepared(_Recorder(calls := []), 1)
     table = torch.zeros(2, dtype=torch.int64)
@@ -306,6 +316,7 @@ def test_whoever_watches_launches_sees_them_all(monkeypatch):
     assert type(calls[-1]) is Noted
 
 
+@with_known_triton
 def test_every_device_has_its_own_kernel_and_is_made_current(monkeypatch):
     where = {"current": 0, "tensors": 1}
 
@@ -411,6 +422,18 @@ def test_settings_that_are_forced_reach_the_kernel(launched):
         if case.forces in ("mix", "attention"):
             assert len(launched) == len(case.settings), "every setting is a plan of its own"
     assert num_settings > 200
+
+
+def test_every_launch_says_that_products_and_sums_are_fused(launched):
+    """Of whichever kernel: what Triton does unless told changes from version to version."""
+    for case in cases(5):
+        case.launch()
+    sources, queries = [torch.zeros(5, 96) for _ in range(3)], torch.zeros(2, 96)
+    group = ops.depth_mix_group(sources, queries.requires_grad_(), heads=2, backend="triton")
+    torch.cat([part.flatten() for part in group]).sum().backward()
+    assert len({found["kernel"] for found in launched}) > 12
+    for found in launched:
+        assert launcher.FUSED.items() <= found.items(), found["kernel"]
 
 
 def test_what_is_forced_ends_with_the_block_and_concerns_one_kernel(launched):

@@ -26,6 +26,12 @@ class RoutedConfigMixin:
     def routing_config(self) -> RoutingConfig:
         return RoutingConfig.from_dict(self.routing)
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """The family's own names are meant. Of a configuration that is not one of its own,
+        transformers 5.17 would rename the types of the layers, and lfm2 then not know them."""
+        return False
+
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]
         values["base_model_type"] = self.model_type

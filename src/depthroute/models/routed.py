@@ -365,7 +365,11 @@ class LoopedLayers(nn.ModuleList):
         self.loops = loops
 
     def __iter__(self) -> Any:
-        return iter([*self._modules.values()] * self.loops)
+        return iter(self._visits())
 
     def __getitem__(self, idx: Any) -> Any:
-        return [*self][idx] if isinstance(idx, slice) else super().__getitem__(idx)
+        # not [*self], which Dynamo of torch 2.11 cannot look into
+        return self._visits()[idx] if isinstance(idx, slice) else super().__getitem__(idx)
+
+    def _visits(self) -> list[Any]:
+        return [*self._modules.values()] * self.loops

@@ -22,6 +22,7 @@ from depthroute.ops._triton.group_dot import (
     group_weights_kernel,
 )
 from depthroute.ops._triton.sums import sum_rows
+from depthroute.ops.private.launcher import FUSED
 
 
 def _chosen(kernel: str, launch: layout.DotLaunch) -> layout.DotLaunch:
@@ -47,6 +48,7 @@ def run_logits(packed: Tensor, queries: Tensor, eps: float, rstd: Tensor, logits
         BK=launch.columns,
         STAGES=launch.stages,
         num_warps=launch.warps,
+        **FUSED,
     )
 
 
@@ -67,6 +69,7 @@ def run_softmax(logits: Tensor, lse: Tensor, out_dtype: torch.dtype) -> Tensor:
         GB=padded,
         SB=layout.padded(num_sources),
         num_warps=launch.warps,
+        **FUSED,
     )
     return weights
 
@@ -91,6 +94,7 @@ def run_outputs(packed: Tensor, weights: Tensor, outputs: Tensor) -> None:
         BC=launch.columns,
         STAGES=launch.stages,
         num_warps=launch.warps,
+        **FUSED,
     )
 
 
@@ -131,6 +135,7 @@ def run_products(packed: Tensor, grad: Tensor, u: Tensor) -> None:
             BK=launch.columns,
             STAGES=launch.stages,
             num_warps=launch.warps,
+            **FUSED,
         )
 
 
@@ -157,6 +162,7 @@ def run_weights(
         GB=padded,
         SB=layout.padded(num_sources),
         num_warps=launch.warps,
+        **FUSED,
     )
     return weights, pull
 
@@ -196,6 +202,7 @@ def run_sources(
             BC=launch.columns,
             STAGES=launch.stages,
             num_warps=launch.warps,
+            **FUSED,
         )
     return partial.flatten(0, 1)
 

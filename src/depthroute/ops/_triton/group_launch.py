@@ -19,6 +19,7 @@ from depthroute.ops._triton.group import (
     group_scores_kernel,
 )
 from depthroute.ops._triton.sums import sum_rows
+from depthroute.ops.private.launcher import FUSED
 
 
 def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
@@ -68,6 +69,7 @@ def group_forward(group: Group) -> GroupResults:
             NT=block.count,
             STAGES=launch.stages,
             num_warps=launch.warps,
+            **FUSED,
         )
     return outputs, lse, rstd, logits
 
@@ -117,6 +119,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             NT=block.count,
             STAGES=launch.stages,
             num_warps=launch.warps,
+            **FUSED,
         )
         group_coefficients_kernel[(tokens,)](
             logits,
@@ -134,6 +137,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             BS=max(1, min(64, 256 // (all_queries * block.heads))),
             HB=block.heads,
             num_warps=1,
+            **FUSED,
         )
         columns, columns_launch = layout.columns_launch(width // heads, all_queries)
         column_tiles = heads * triton.cdiv(width // heads, columns)
@@ -160,5 +164,6 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             BC=columns,
             STAGES=columns_launch.stages,
             num_warps=columns_launch.warps,
+            **FUSED,
         )
     return dsources, sum_rows(partial)

@@ -23,7 +23,7 @@ from depthroute.ops.private.transforms import no_derivative
 
 _library = torch.library.Library("depthroute", "FRAGMENT")
 IS_KNOWN = hasattr(torch.library, "get_kernel") and hasattr(torch._C, "DispatchKeySet")
-"""Whether this torch, as 2.11 to 2.13 do, lets a call be looked at before it is dispatched."""
+"""Whether this torch, as 2.11 to 2.15 do, lets a call be looked at before it is dispatched."""
 
 
 class Op:

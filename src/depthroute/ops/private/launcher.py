@@ -18,6 +18,7 @@ not known here, the launch is Triton's own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import islice
@@ -39,6 +40,11 @@ _is_contiguous = Tensor.is_contiguous
 MAX_INT32 = 2**31 - 1
 IS_KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton's compiled kernels take what is passed to them below."""
+FUSED: dict[str, Any] = (
+    {} if "TRITON_DEFAULT_FP_FUSION" in os.environ else {"enable_fp_fusion": True}
+)
+"""Products and sums in one rounding, with which everything was measured. Said with every launch:
+Triton 3.9 warns where it is not, and 3.10 is to leave it out."""
 
 
 @lru_cache(maxsize=1024)
@@ -77,7 +83,7 @@ class Prepared:
     __slots__ = ("_compiled", "_constants", "_kernel", "_tail")
 
     def __init__(self, kernel: Any, num_warps: int, **constants: Any) -> None:
-        self._kernel, self._constants = kernel, {**constants, "num_warps": num_warps}
+        self._kernel, self._constants = kernel, {**constants, "num_warps": num_warps, **FUSED}
         self._compiled: dict[int, Any] = {}
         self._tail: tuple[Any, ...] = ()
         if isinstance(kernel, JITFunction):

@@ -1,7 +1,7 @@
 """Functions that are compiled for themselves, and modules that are called through one.
 
 ``Module.compile`` compiles one module in place, and all that are compiled so share the code that
-torch counts compilations by. Known for torch 2.11 to 2.13: a module with ``_compiled_call_impl`` is
+torch counts compilations by. Known for torch 2.11 to 2.15: a module with ``_compiled_call_impl`` is
 called through it, and ``copy`` and ``pickle`` leave it out. Without it a module is called as ever.
 """
 

@@ -1,7 +1,7 @@
 """What the torch and Triton backends have no rule for, said before torch says it obscurely.
 
 Both differentiate once, in reverse. ``torch.func`` transforms, forward mode and second derivatives
-need the reference backend. Private names of torch 2.11 to 2.13 are here alone; without them torch's
+need the reference backend. Private names of torch 2.11 to 2.15 are here alone; without them torch's
 own messages are seen.
 """
 
