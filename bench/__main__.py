@@ -250,7 +250,10 @@ def tune(
     epilog="Example: `python -m bench evidence runs/grid_a --out bench/results/evidence_a.json`"
 )
 def evidence(
-    runs: Annotated[list[Path], typer.Argument(help="Directories of compare, or one ladder.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Directories of compare, or one ladder; data files to add them to."),
+    ],
     *,
     out: Annotated[Path, typer.Option(help="The data file, which the page is written from.")],
 ) -> None:

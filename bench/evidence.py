@@ -27,7 +27,44 @@ _PLATFORM = re.compile(r"(\w+)-.*-(\w+)-with-(\w+?)([\d.]+)")
 
 
 def distil(paths: list[Path]) -> dict[str, Any]:
-    """JSON-ready. A ladder is its sizes."""
+    """JSON-ready. A ladder is its sizes. Files that were made so before come first, as they are:
+    the runs of a grid need not all be there at once."""
+    earlier = [_known(path) for path in paths if path.is_file()]
+    folders = [path for path in paths if not path.is_file()]
+    return _together([*earlier, *([_distilled(folders)] if folders else [])])
+
+
+def _known(path: Path) -> dict[str, Any]:
+    data = _read_json(path, {})
+    if not isinstance(data, dict) or data.get("kind") != "evidence" or data["ladder"]:
+        raise DepthrouteError(
+            f"{str(path)!r} is no evidence that runs can be added to; give a file that `python -m "
+            "bench evidence` made of comparisons, and directories of runs"
+        )
+    return data
+
+
+def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """As one: series know their run and what they may be drawn with by numbers."""
+    whole, *rest = parts
+    for part in rest:
+        known = [run["config"] for run in whole["runs"]]
+        groups = 1 + max(series["group"] for series in whole["series"])
+        for run in part["runs"]:
+            if run["config"] in known:
+                raise DepthrouteError(f"the run {run['name']!r} is there already; give it once")
+        series = [
+            each | {"run": each["run"] + len(known), "group": each["group"] + groups}
+            for each in part["series"]
+        ]
+        runs = whole["runs"] + part["runs"]
+        whole = whole | {"runs": runs, "series": whole["series"] + series}
+        for each in whole["series"]:
+            each["label"] = f"{each['method']} · {whole['runs'][each['run']]['name']}"
+    return whole
+
+
+def _distilled(paths: list[Path]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths = _joined(paths, Path(folder) / "runs")
         places = [path for path, _ in read_ladder(paths)] or paths

@@ -135,6 +135,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "eval": models.judged_tasks,
     "eval-perplexity": models.judged_perplexity,
     "eval-routed": models.judged_routed,
+    "served": models.served,
     "claims": evidence.claims,
     "grids": evidence.grids,
     "measured": measured,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from results_data import block, load, source, table
+from results_data import block, load, source, spread, table
 
 
 def compare() -> str:
@@ -152,4 +152,42 @@ def eval_where(data: dict[str, Any]) -> str:
     named = ("torch", "transformers", "lm_eval")
     return ", ".join(
         [data["device"], *(f"{p} {versions[p]}" for p in named), f"commit {data['commit']}"]
+    )
+
+
+def served() -> str:
+    name = "serve_smollm2_cpu"
+    data = load(name)
+
+    def answers(row: dict[str, Any], against: str) -> str:
+        """How many are token for token those they are compared with."""
+        if (found := row.get(against)) is None:
+            return ""
+        differing = found["first differences"]
+        gap = max((difference["gap"] for difference in differing), default=0.0)
+        others = f"; others differ first at a tie of {gap:.1g}" if differing else ""
+        return f"{found['answered'] - len(differing)} of {found['answered']}{others}"
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        beside, speed, cache = row.get("beside generate"), row.get("speed"), row["cache"]
+        rates = "" if speed is None else f"{speed['median']:.2f}x ({spread(speed['rounds'])})"
+        return [
+            " ".join([row["method"], *([row["variant"]] if "variant" in row else [])]),
+            f"{row['loss']:.3f}",
+            answers(row, "beside generate"),
+            "" if beside is None else f"{beside['log-probability difference']:.1e}",
+            answers(row, "at once"),
+            rates,
+            f"{cache['num_gpu_blocks']} x {cache['block_size']} tokens",
+        ]
+
+    head = (
+        "model|loss|prompts as `generate`|log-probabilities within|requests at once as alone|"
+        "tokens/s beside plain|cache"
+    )
+    cores = data["machine"]["devices"][-1]["cores"]
+    return (
+        source(name, data["machine"])
+        + f"\n{cores} cores. Failures: {'; '.join(data['failures']) or 'none'}.\n\n"
+        + table(head.split("|"), map(cells, data["rows"]))
     )

@@ -160,25 +160,46 @@ def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
         ElementTree.fromstring(svg)
 
 
-def test_methods_are_compared_across_runs_only_if_they_saw_the_same_batches(results, tmp_path):
-    def run(name, methods, crc):
-        path = write_run(tmp_path / name, methods, seeds=(0, 1, 2))
-        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for record in records:
-            if record["event"] == "step":
-                record["batch_crc32"] = crc + record["step"]
-            if record["event"] == "start":
-                record["parameters"] = 1000 + record["routing_parameters"]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-        return path
+def batched(path, methods, crc):
+    """A run of which it is known which batches it saw."""
+    write_run(path, methods, seeds=(0, 1, 2))
+    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if record["event"] == "step":
+            record["batch_crc32"] = crc + record["step"]
+        if record["event"] == "start":
+            record["parameters"] = 1000 + record["routing_parameters"]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
 
-    first, same = run("first", ("standard",), 7), run("same", ("delta",), 7)
-    put(results, "a", first, same)
+
+def test_methods_are_compared_across_runs_only_if_they_saw_the_same_batches(results, tmp_path):
+    first = batched(tmp_path / "first", ("standard",), 7)
+    put(results, "a", first, batched(tmp_path / "same", ("delta",), 7))
     (field,) = evidence.fields("a")
     assert evidence.difference(field, "delta", "standard")["interval"] is not None
-    put(results, "a", first, run("other", ("delta",), 8))
+    put(results, "a", first, batched(tmp_path / "other", ("delta",), 8))
     assert len(evidence.fields("a")) == 2
     assert "delta less standard" not in evidence.claims()
+
+
+def test_runs_are_added_to_what_a_data_file_has(results, tmp_path):
+    one = batched(tmp_path / "one", ("standard", "delta"), 7)
+    two = batched(tmp_path / "two", ("attnres-full",), 7)
+    at_once = put(results, "a", one, two)
+    put(results, "a", one)
+    file = results / "evidence_a.json"
+    in_parts = put(results, "a", file, two)
+    for name in ("run", "method", "label"):
+        assert [s[name] for s in in_parts["series"]] == [s[name] for s in at_once["series"]]
+    (field,) = evidence.fields("a")
+    assert [*field.series] == ["standard", "delta", "attnres-full"]
+    assert len(evidence.difference(field, "attnres-full", "delta")["by_seed"]) == 3
+    with pytest.raises(DepthrouteError, match=r"run 'two' is there already"):
+        put(results, "a", file, two)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(DepthrouteError, match=r"other.json' is no evidence"):
+        put(results, "a", tmp_path / "other.json", two)
 
 
 def test_runs_of_different_length_are_each_judged_at_their_end(results, tmp_path):
