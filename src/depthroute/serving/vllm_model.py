@@ -18,9 +18,34 @@ from vllm.model_executor.models.transformers.fusers.qkv import (  # pyright: ign
 
 from depthroute.models import depth_attention
 from depthroute.models.architecture import architecture_for, decoder_layers
+from depthroute.models.model import RoutedDecoder
 from depthroute.serving.limits import check_servable
 
 depth_attention.mix_in("vllm")
+
+
+def _forward(
+    self: Any,
+    input_ids: Any = None,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    past_key_values: Any = None,
+    inputs_embeds: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The family's. vLLM keeps what it has compiled for the next start if it can pickle what it
+    compiled, and of a decorated function, as transformers' are, it cannot."""
+    return super(RoutedDecoder, self).forward(  # pyright: ignore
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        **kwargs,
+    )
+
+
+RoutedDecoder.forward = _forward
 
 
 class _Routed:
