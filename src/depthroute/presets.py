@@ -73,6 +73,8 @@ class Preset:
         check_object("recipe setting", values["recipe"], [f.name for f in fields(Recipe)])
         recipe = Recipe(**values["recipe"])
         routing = RoutingConfig.from_dict(values["routing"])
+        if "method" not in values["routing"]:
+            raise ConfigError("a preset whose routing names no method; give it one")
         return cls(**values | {"routing": routing, "recipe": recipe})
 
 

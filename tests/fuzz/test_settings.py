@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from depthroute import presets
@@ -111,6 +111,7 @@ def test_a_model_is_what_was_asked_for_and_runs_or_is_refused_in_one_line(values
 
 @CI
 @given(strategies.JUNK, st.sampled_from(["name", "model", "model_type", "routing", "recipe", None]))
+@example({}, "routing")
 def test_a_preset_from_json_is_whole_or_refused_in_one_line(junk, place):
     values = presets.get("tiny").to_dict()
     preset, _ = refusal(Preset.from_dict, junk if place is None else values | {place: junk})
