@@ -67,14 +67,13 @@ class Preset:
     def from_dict(cls, values: dict[str, Any]) -> Preset:
         known = [f.name for f in fields(cls)]
         check_object("preset setting", values, known)
-        missing = [name for name in known if name not in values]
+        empty = [name for name in ("routing", "recipe") if values.get(name) == {}]
+        missing = [name for name in known if name not in values or name in empty]
         if missing:
             raise ConfigError(f"a preset without {', '.join(missing)}; give them")
         check_object("recipe setting", values["recipe"], [f.name for f in fields(Recipe)])
         recipe = Recipe(**values["recipe"])
         routing = RoutingConfig.from_dict(values["routing"])
-        if "method" not in values["routing"]:
-            raise ConfigError("a preset whose routing names no method; give it one")
         return cls(**values | {"routing": routing, "recipe": recipe})
 
 

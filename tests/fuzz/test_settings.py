@@ -112,6 +112,7 @@ def test_a_model_is_what_was_asked_for_and_runs_or_is_refused_in_one_line(values
 @CI
 @given(strategies.JUNK, st.sampled_from(["name", "model", "model_type", "routing", "recipe", None]))
 @example({}, "routing")
+@example({}, "recipe")
 def test_a_preset_from_json_is_whole_or_refused_in_one_line(junk, place):
     values = presets.get("tiny").to_dict()
     preset, _ = refusal(Preset.from_dict, junk if place is None else values | {place: junk})
