@@ -18,6 +18,13 @@ def resident(width, heads=1, more=False):
     return layout.resident_tiles(width, heads, more)
 
 
+def backward(width, count, rows=None, heads=1, carried=False):
+    """Tiles and launch of a backward over so many sources."""
+    block = layout.backward_tiles(width, heads, count, carried)
+    rows = count + 1 if rows is None else rows
+    return block, layout.resident_backward_launch(block, width, count, rows, 2, carried)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 16])
 def test_tiles_cover_a_row_of_any_width(heads):
     for slice_width in (1, 2, 5, 24, 48, 100, 144, 288, 640, 1000, 1152, 2560, 5120, 8192):
@@ -26,6 +33,7 @@ def test_tiles_cover_a_row_of_any_width(heads):
             layout.tiles(width, heads),
             resident(width, heads),
             resident(width, heads, True),
+            *(layout.backward_tiles(width, heads, count, False) for count in COUNTS),
         ):
             assert block.heads >= heads and block.columns * block.count >= slice_width
             for n in (block.heads, block.columns):
@@ -47,10 +55,8 @@ def test_a_thread_reads_at_least_8_bytes_of_a_tile_and_16_where_rows_are_streame
         if not _record.fits(count, width, 2):
             continue
         block = resident(width)
-        for launch in (
-            layout.resident_forward_launch(block, count, 2),
-            layout.resident_backward_launch(block, count, count + 1, 2, False),
-        ):
+        forward = block, layout.resident_forward_launch(block, width, count, 2)
+        for block, launch in (forward, backward(width, count)):
             assert 2 * block.columns >= 8 * 32 * launch.warps
             ahead = launch.sources * block.elements * 2 * launch.programs
             assert (launch.stages - 1) * ahead <= layout.SHARED_BYTES
@@ -62,12 +68,39 @@ def test_a_thread_reads_at_least_8_bytes_of_a_tile_and_16_where_rows_are_streame
         assert 2 * block.columns >= 16 * 32 * launch.warps
 
 
+@pytest.mark.parametrize("width", [576, 640, 1152, 1280, 2304, 2560, 2880])
+def test_backward_holds_a_padded_row_as_one_tile_where_it_holds_many(width):
+    """So that every thread reads 16 bytes at once; few sources, or more than fit so, are three."""
+    for count in (6, 9):
+        block, launch = backward(width, count)
+        assert block.count == 1 and block.elements == 16 * 32 * launch.warps
+    assert backward(width, 5)[0].count == backward(width, 10)[0].count == 3
+    assert _record.most_that_fit(width, 2) == (13 if width < 768 else 9)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_few_sources_have_enough_bytes_on_their_way(width):
+    """As far as the registers go: what a kernel of so many rows takes of them, compiled for Hopper,
+    is at most 3 for each row and column of a thread."""
+    for count in (2, 3, 5):
+        block = resident(width)
+        forward = layout.resident_forward_launch(block, width, count, 2)
+        behind, launch = backward(width, count)
+        for rows, tile, made, least, per_row in (
+            (count, block, forward, layout.FORWARD_BYTES, 3 * count - 1),
+            (count + 1, behind, launch, layout.BACKWARD_BYTES, 3 * count + 3),
+        ):
+            on_their_way = 2 * rows * width * 2 * made.programs
+            full = (made.programs + 1) * tile.elements // 32 * per_row > layout.REGISTERS
+            assert on_their_way >= least or full
+
+
 def test_what_forward_holds_does_not_spill():
     """As compiled for Hopper: 10 rows of 24 numbers a thread did."""
     for width in WIDTHS:
         for rows in range(1, 18):
             block = resident(width)
-            warps = layout.resident_forward_launch(block, rows, 2).warps
+            warps = layout.resident_forward_launch(block, width, rows, 2).warps
             assert warps == 8 or rows * block.elements <= layout.HELD_ELEMENTS * 32 * warps
 
 
@@ -82,11 +115,11 @@ def test_the_widths_that_were_tuned_keep_their_settings():
         7168: [(1024, 7), (4096, 2), (1024, 7)],
     }
     assert (resident(768).columns, resident(768).count) == (1024, 1)
-    forward = {w: layout.resident_forward_launch(tiles[w][1], 5, 2) for w in TUNED}
+    forward = {w: layout.resident_forward_launch(tiles[w][1], w, 5, 2) for w in TUNED}
     assert {w: (x.warps, x.stages, x.programs) for w, x in forward.items()} == {
         1024: (2, 3, 4), 2048: (4, 3, 2), 4096: (8, 3, 1), 7168: (8, 3, 1)
     }  # fmt: skip
-    backward = {w: layout.resident_backward_launch(tiles[w][1], 5, 6, 2, False) for w in TUNED}
-    assert {w: (x.warps, x.stages, x.programs) for w, x in backward.items()} == {
+    behind = {w: backward(w, 5)[1] for w in TUNED}
+    assert {w: (x.warps, x.stages, x.programs) for w, x in behind.items()} == {
         1024: (4, 3, 2), 2048: (4, 3, 1), 4096: (8, 3, 1), 7168: (8, 3, 1)
     }  # fmt: skip

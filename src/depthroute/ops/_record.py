@@ -342,16 +342,27 @@ RESIDENT_SOURCES = 17
 RESIDENT_BYTES = 73 * 1024
 """Of the rows of a token that one program holds in registers: 5 of width 7168 in bf16, 9 of 4096,
 12 of 2048, 17 of 1024."""
+WIDE_ROW, PADDED_ROW = 12 * 1024, 16 * 1024
+"""Bytes of a row beyond which it takes the room of the second, of which five fit."""
+PADDED_SOURCES, NARROW_SOURCES = 9, 13
+"""Of a width that is far below a power of two, and of one so that is below 768."""
 
 
 def most_that_fit(width: int, itemsize: int) -> int:
     """Rows of a token that fit one program, and are better off there.
 
     17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
-    (docs/negative-results.md).
+    (docs/negative-results.md). 13 of 1152 reached 0.71 in backward and 17 of 576 0.53.
     """
-    few, many = RESIDENT_BYTES // (width * itemsize), RESIDENT_BYTES // 2 // (width * itemsize)
-    return min(many, RESIDENT_SOURCES) if many > 12 else min(few, 12)
+    row = width * itemsize
+    if WIDE_ROW < row <= PADDED_ROW:
+        return 5
+    few, many = RESIDENT_BYTES // row, RESIDENT_BYTES // 2 // row
+    most = min(many, RESIDENT_SOURCES) if many > 12 else min(few, 12)
+    lanes = 1 << (width - 1).bit_length()
+    if width > 256 and 4 * width < 3 * lanes:
+        most = min(most, PADDED_SOURCES if width > 768 else NARROW_SOURCES)
+    return most
 
 
 def fits(rows: int, width: int, itemsize: int) -> bool:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthroute.ops._record import dtype_of
+from depthroute.ops._record import PADDED_SOURCES, dtype_of
 from depthroute.ops._triton import interpreter
 from depthroute.ops.private.launcher import Prepared
 
@@ -62,12 +62,8 @@ WIDEST = 4096
 
 @cache
 def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
-    """One tile where at most a third of it is padding, else three, which is at most that.
-
-    Padded lanes cost registers and instructions, no memory traffic. Compiled for Hopper, backward
-    over 9 sources of 1280 issues 11,000 warp instructions a token as 1 x 2048 and 7,500 as 3 x 512,
-    while the memory takes as long as 10,500 would. More tiles than three leave a thread less than 8
-    bytes of each: over 2560 columns it read 4 at a time as 5 x 512, and reads 8 as 3 x 1024.
+    """Of a kernel that holds its rows: one tile where at most a third of it is padding, else three,
+    which is at most that; padded lanes cost registers and instructions, no memory traffic.
 
     Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
     copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
@@ -83,6 +79,21 @@ def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
     while columns > WIDEST:
         columns, count = columns // 2, count * 2
     return Tiles(rows, columns, count)
+
+
+def backward_tiles(width: int, heads: int, num_sources: int, holds_more: bool) -> Tiles:
+    """As :func:`resident_tiles`, but one tile, however padded, over 6 to 9 sources.
+
+    It counts for more that a thread reads 16 bytes of a tile at once: backward holds so much of
+    them that three tiles would need twice the warps, whose threads read half as much. 9 sources of
+    2304 reach 0.90 of the copy speed as 1 x 4096 and 0.74 as 3 x 1024, of 1152 0.91 as 1 x 2048 and
+    0.79 as 3 x 512. Fewer sources leave the registers for three, more have none to waste
+    (tune_h200_widths.json).
+    """
+    rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
+    if 6 <= num_sources <= PADDED_SOURCES and single * rows <= WIDEST:
+        return Tiles(rows, single, 1)
+    return resident_tiles(width, heads, holds_more)
 
 
 @dataclass(frozen=True)
@@ -156,14 +167,20 @@ def _programs(wanted: int, bytes_ahead: int) -> int:
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
 
+    Two sources at a time pay where one thread has 48 columns or more of a row in several tiles;
+    with fewer, one at a time leaves room for more programs: 9 sources of 5120 reach 0.94 of the
+    copy speed so and 0.89 by twos, of 6656 0.85 and 0.88 (tune_h200_widths.json).
+
     A program for every token reads the query anew; where that is long beside the sources, few
     programs do better: 9 sources of 7168 take 632 us instead of 636 (tune_h200_streams.json).
     """
-    at_once = 1 if block.count == 1 or num_sources == 1 else 2
+    warps = _warps(block.elements, 32)
+    is_long = block.elements >= 48 * 32 * warps and (warps <= 2 or block.elements > 6144)
+    at_once = 2 if block.count > 1 and is_long and num_sources > 1 else 1
     wanted = 4 if num_sources <= 8 and block.elements >= 2048 else 3
     stages = _stages(wanted, at_once * block.elements * itemsize)
-    programs = 4 if block.count > 1 and block.elements > 4096 and num_sources <= 12 else 0
-    return Launch(at_once, _warps(block.elements, 32), stages, programs)
+    programs = 4 if at_once > 1 and block.elements > 4096 and num_sources <= 12 else 0
+    return Launch(at_once, warps, stages, programs)
 
 
 def backward_launch(
@@ -181,34 +198,64 @@ HELD_ELEMENTS = 208
 """Of all rows, that a thread of forward holds before it spills: 10 rows of 16 do not, of 24 do."""
 
 
-def resident_forward_launch(block: Tiles, rows: int, itemsize: int) -> Launch:
+FORWARD_BYTES, BACKWARD_BYTES = 64 * 1024, 48 * 1024
+"""On their way to each SM at least: 2 sources forward reach 0.75 of the copy speed with 25 KB, 0.83
+with 33, 0.92 with 41 (the first sweep of widths)."""
+REGISTERS = 65536 // 32
+"""Of an SM, for each lane of a warp."""
+LEAST_REGISTERS = 64
+"""Of a program, which at most 32 of an SM's have to share."""
+
+
+def _enough_programs(
+    usual: int, least: int, row_bytes: int, registers: int, bytes_ahead: int
+) -> int:
+    """Per multiprocessor: as usual, or more where the rows of a token are so few that less than
+    ``least`` bytes would be on their way (each looks two tokens ahead), as far as ``registers`` a
+    lane and shared memory have room for."""
+    room = REGISTERS // max(registers, LEAST_REGISTERS)
+    wanted = min(triton.cdiv(least, 2 * row_bytes), room)
+    return _programs(max(usual, wanted), bytes_ahead)
+
+
+def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) -> Launch:
     """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
 
     Timed on an H200 (bench/results/tune_h200_launches.json): 16 columns a thread and 8 warps to an
-    SM, at every width. More programs than fit an SM together take turns, and the last turn is
-    rarely full: 9 sources of 1024 took 150 us so, and take 103.
+    SM, at every width, and more where rows are few. More programs than fit an SM together take
+    turns, and the last turn is rarely full: 9 sources of 1024 took 150 us so, and take 103.
     """
     warps = _warps(block.elements, 16 if rows <= 10 else 8)
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
     warps = min(8, warps)  # more would have too few registers
     ahead = rows * block.elements * itemsize
-    programs = _programs(max(1, 8 // warps), ahead)
+    registers = block.elements // 32 * (3 * rows - 1)  # as compiled for Hopper, of all warps
+    programs = _enough_programs(
+        max(1, 8 // warps), FORWARD_BYTES, rows * width * itemsize, registers, ahead
+    )
     return Launch(rows, warps, _stages(3, ahead, programs), programs)
 
 
 def resident_backward_launch(
-    block: Tiles, num_sources: int, rows: int, itemsize: int, carried: bool
+    block: Tiles, width: int, num_sources: int, rows: int, itemsize: int, carried: bool
 ) -> Launch:
     """Timed in the same runs: about 70 KB on their way to each SM, which is one program from a
-    width of 2048 on; fewer columns a thread than forward, since it holds more of them."""
-    few = block.elements == 2048 and num_sources <= 6
-    warps = min(8, _warps(block.elements, 16 if few else 8))
+    width of 2048 on; fewer columns a thread than forward, since it holds more of them. Where more
+    than a third of a tile is padding they are as many, or whole warps would have nothing to do: 9
+    sources of 1152 reach 0.91 with 4 warps and 0.67 with 8 (tune_h200_widths.json)."""
+    is_padded = block.count == 1 and 4 * width < 3 * block.elements
+    is_few = block.elements == 2048 and num_sources <= 6
+    warps = min(8, _warps(block.elements, 16 if is_few or is_padded else 8))
+    if block.count == 3 and block.elements <= WIDEST:
+        warps = min(4, warps)  # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
-    if block.count > 1:  # narrower by a quarter than a single tile: 8 warps an SM, as there
+    if block.count > 1 or is_padded:  # 8 warps an SM
         programs = _programs(max(1, 8 // warps), ahead)
     elif block.elements == 1024 and carried:
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
+    registers = block.elements // 32 * 3 * rows
+    programs = _enough_programs(programs, BACKWARD_BYTES, rows * width * itemsize, registers, ahead)
     return Launch(rows, warps, _stages(3, ahead, programs), programs)
 
 

@@ -44,19 +44,16 @@ def _rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.new_empty(tensor.shape, dtype=dtype)
 
 
-FEW_ELEMENTS, WIDE = 6144, 4096
-"""Where holding a token's sources beats streaming them in a plain forward: few elements in all (5
-sources of width 1024), or a row so wide that it takes several tiles (5 of 7168).
+VERY_FEW, FEW, FEW_ELEMENTS, WIDE = 3, 6, 6144, 4096
+"""Where holding a token's sources beats streaming them in a plain forward: three or less, a few
+with few elements in all (5 of width 1024), or rows so wide that each takes several tiles.
 
 Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."""
 
 
 def _shape(
-    width: int, heads: int, held: bool, holds_more: bool, forced: layout.Changes
+    width: int, heads: int, block: layout.Tiles, forced: layout.Changes
 ) -> tuple[layout.Tiles, dict[str, Any]]:
-    block = layout.tiles(width, heads)
-    if held:
-        block = layout.resident_tiles(width, heads, holds_more)
     block = layout.retiled(block, width // heads, forced)
     return block, {
         "H": heads,
@@ -75,9 +72,14 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
     held = [*sources, mix.output] if mix.reads_last else [*sources]
     held += [dtype for dtype in (mix.residual, mix.prior, mix.partial) if dtype is not None]
     is_boundary = mix.output is not None or mix.norm_weight is not None
-    is_held = is_boundary or mix.num_read * width <= FEW_ELEMENTS or width > WIDE
+    count = mix.num_read
+    is_few = count <= VERY_FEW or (count <= FEW and count * width <= FEW_ELEMENTS)
+    is_held = is_boundary or is_few or width > WIDE
     is_resident = fits and is_held and {*held, mix.dtype} == {mix.dtype}
-    block, shape = _shape(width, mix.heads, is_resident, False, forced)
+    block = layout.tiles(width, mix.heads)
+    if is_resident:
+        block = layout.resident_tiles(width, mix.heads, False)
+    block, shape = _shape(width, mix.heads, block, forced)
     flags = {
         "HAS_RESIDUAL": mix.residual is not None,
         "HAS_PRIOR": mix.prior is not None,
@@ -87,7 +89,7 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
     }
     if is_resident:
         loaded = len(held) + (mix.output is not None and not mix.reads_last)
-        launch = layout.resident_forward_launch(block, loaded, held[0].itemsize)
+        launch = layout.resident_forward_launch(block, width, loaded, held[0].itemsize)
         launch = layout.changed(launch, forced)
         run = Prepared(
             resident_forward_kernel,
@@ -201,8 +203,10 @@ def backward_plan(
     rows = [dtype for dtype in rows if dtype is not None]
     is_resident = fits and {*rows, rows[0] if state is None else state} == {rows[0]}
     has_norm = back.norm_weight is not None
-    block, shape = _shape(width, back.heads, is_resident, has_norm or has_carried, forced)
-    itemsize = rows[0].itemsize
+    block, itemsize = layout.tiles(width, back.heads), rows[0].itemsize
+    if is_resident:
+        block = layout.backward_tiles(width, back.heads, count, has_norm or has_carried)
+    block, shape = _shape(width, back.heads, block, forced)
     flags = {
         "HAS_GRAD": back.grad is not None,
         "HAS_GRAD_STATE": back.grad_state is not None,
@@ -215,7 +219,9 @@ def backward_plan(
     }
     if is_resident:
         num_rows = len(rows) + (has_norm and back.x is not None)
-        launch = layout.resident_backward_launch(block, count, num_rows, itemsize, has_carried)
+        launch = layout.resident_backward_launch(
+            block, width, count, num_rows, itemsize, has_carried
+        )
         launch = layout.changed(launch, forced)
         run = Prepared(
             resident_backward_kernel,
