@@ -1,9 +1,9 @@
 """CUDA graphs without CUDA: what a graph does to a step, on the CPU.
 
 Inside ``torch.cuda.graph`` every operator is written down with the tensors it was given and made,
-and a replay runs all of them again on that memory. Python beside the operators is left out of it, as
-it is of a graph; unlike there, the operators are also run while they are written down, so what they
-have changed is put back.
+and a replay runs all of them again on that memory. Python beside the operators is left out of it,
+as it is of a graph; unlike there, the operators are also run while they are written down, so what
+they have changed is put back.
 """
 
 from contextlib import contextmanager, nullcontext
