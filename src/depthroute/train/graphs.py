@@ -87,7 +87,6 @@ class Ending:
         if not all(p in held for p in trained):
             return None
         given = torch.zeros(1 + len(groups), dtype=torch.float64, device=device)
-        update_unless(torch.ones_like(given[0]), optimizer, given[1:])  # loads what it launches
         with _capturing(device) as judging:
             judged = judge(total, tokens, given[0])
         with _capturing(device) as updating:
