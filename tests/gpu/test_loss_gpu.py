@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from depthroute import ops
+from depthroute.train.graphs import WARM_UP
 from depthroute.train.trainer import Trainer
 from tests.kernels.cases import LossCase
 from tests.training import SETTINGS, build, take_steps, words
@@ -80,14 +81,21 @@ def test_the_logits_of_a_step_are_never_there():
 @pytest.mark.parametrize("compiler", [None, "inductor"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_takes_the_steps_that_whole_logits_take(precision, compiler):
-    def curve(chunk):
+    """Calls are counted where there is no graph: what it replays, nobody calls."""
+
+    def curve(chunk, cuda_graph):
         torch._dynamo.reset()
         changes = {"loss_chunk": chunk, "precision": precision, "compile": compiler}
-        trainer = Trainer(build().to("cuda"), replace(SETTINGS, **changes))
+        settings = replace(SETTINGS, cuda_graph=cuda_graph, **changes)
+        trainer = Trainer(build().to("cuda"), settings)
         with ops.record_backends() as ran:
             losses = [r.loss for r in take_steps(trainer, words())]
-        assert ran["linear_cross_entropy", "triton"] == (0 if chunk == 0 else SETTINGS.steps)
+        assert trainer.is_replayed is cuda_graph
+        calls = WARM_UP + 1 if cuda_graph else SETTINGS.steps
+        assert ran["linear_cross_entropy", "triton"] == (0 if chunk == 0 else calls)
         return losses
 
     budget = 1e-4 if precision == "fp32" else 0.02
-    assert curve(7) == pytest.approx(curve(0), rel=budget)
+    expected = curve(0, cuda_graph=False)
+    for cuda_graph in (False, True):
+        assert curve(7, cuda_graph) == pytest.approx(expected, rel=budget)

@@ -52,7 +52,12 @@ class Batch(NamedTuple):
 
     @property
     def num_targets(self) -> int:
-        return int((self.targets != IGNORED).sum())
+        """Waits for the device that the batch is on."""
+        return int(self.counted())
+
+    def counted(self) -> Tensor:
+        """The number of targets, where they are."""
+        return (self.targets != IGNORED).sum()
 
     @property
     def arguments(self) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def clip(
     copies: Callable[[nn.Parameter], int] = lambda parameter: 1,
     group: Any = None,
     device: torch.device,
-) -> float:
+) -> Tensor:
     """Scale the gradients of all ranks of ``group`` so that their norm is at most ``most``; what
     it was.
 
@@ -52,4 +52,4 @@ def clip(
     factor = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
     for parameter in trained:
         local(parameter.grad).mul_(factor)  # pyright: ignore
-    return norm.item()
+    return norm

@@ -203,7 +203,8 @@ class Pipeline:
         def copies(parameter: nn.Parameter) -> int:
             return int(parameter is not twin)
 
-        return clip(self.parameters(), most, copies=copies, group=self.group, device=self.device)
+        norm = clip(self.parameters(), most, copies=copies, group=self.group, device=self.device)
+        return norm.item()
 
     @property
     def _is_last(self) -> bool:

@@ -136,6 +136,10 @@ class Spread(nn.Module):
 
     def clip_gradients(self, most: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most ``most``; what it was."""
+        return self.clipped_norm(most).item()
+
+    def clipped_norm(self, most: float) -> Tensor:
+        """As :meth:`clip_gradients`, without waiting for the device."""
         return clip(self.parameters(), most, copies=self._copies, device=self.device)
 
     def _copies(self, parameter: nn.Parameter) -> int:

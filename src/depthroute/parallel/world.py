@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -57,6 +57,14 @@ class World:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         distributed.all_reduce(total, op)
         return total.item()
+
+    def summed(self, value: Tensor) -> Tensor:
+        """As :meth:`sum`, of a tensor and without waiting for it."""
+        if self.size == 1:
+            return value
+        total = value.to(self.device, torch.float64, copy=True)
+        distributed.all_reduce(total)
+        return total
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's picklable value, in the order of ranks."""

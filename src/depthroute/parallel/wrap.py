@@ -85,10 +85,10 @@ def syncing(model: Any, is_last: bool):
     yield
 
 
-def global_norm_clipped(model: nn.Module, clip: float) -> float:
-    """Clip the gradient of all ranks together; its norm before that."""
+def global_norm_clipped(model: nn.Module, most: float) -> Tensor:
+    """Clip the gradient of all ranks together; its norm before that, which is not waited for."""
     if isinstance(model, Spread):
         model.finish_gradients()
-        return model.clip_gradients(clip)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return model.clipped_norm(most)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), most)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,10 +1,12 @@
-"""A step as CUDA graphs, so that a small model does not wait for its launches.
+"""A step as CUDA graphs, so that the device does not wait for Python.
 
 A graph is a fixed list of kernels on fixed memory: it is captured for one shape of batch, is given
 its tokens by copying them into place, and leaves loss and gradients where it always leaves them.
 The first part of a step writes the gradients and the others add to them, so there is a graph for
-each, and one for AdamW's update, which is given its rates as the others are given tokens. Clipping,
-the judgement of a step, Muon and validation stay outside.
+each. With AdamW two more end the step: one clips and judges, one updates, which are given the rates
+and the most that a loss may be as the others are given tokens. The update itself leaves a bad step
+out, so it is queued before anybody has read the verdict, and while it runs the next step can be
+queued behind it. Muon and validation stay outside.
 
 Nothing is captured before the step has run a few times as it is: then everything is compiled, tuned
 and allocated, and the last of these steps is watched for anything that waits for the device, which
@@ -24,9 +26,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as everyones
+from torch.utils.hooks import RemovableHandle
 
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
+from depthroute.train.verdict import Verdict
 
 WARM_UP = 3
 """Steps before the one that is captured."""
@@ -35,162 +40,224 @@ WAITS = "called a synchronizing CUDA operation"
 PROTOTYPE = "Synchronization debug mode is a prototype"
 
 Run = Callable[[Batch, Tensor], Tensor]
-"""The loss of a part of a step, whose gradients are added to the parameters'."""
+"""The loss of a part of a step of so many tokens, whose gradients are added to the parameters'."""
+Judge = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Of a step's loss, its tokens and the most that a loss may be: the verdict, as one tensor. The
+parameters' gradients are clipped."""
 
 
 @dataclass(frozen=True)
 class Captured:
+    """A part of a step."""
+
     graph: torch.cuda.CUDAGraph
     batch: Batch
-    count: Tensor
-    """Targets of the whole step, by which the loss is divided."""
-    loss: Tensor
 
-    def replay(self, batch: Batch, count: Tensor) -> Tensor:
-        """Its loss, which the next replay overwrites."""
-        for place, given in zip((*self.batch, self.count), (*batch, count), strict=True):
+    def replay(self, batch: Batch) -> None:
+        for place, given in zip(self.batch, batch, strict=True):
             if place is not None and given is not None:
                 place.copy_(given)
         self.graph.replay()
-        return self.loss
 
 
 @dataclass(frozen=True)
-class Update:
-    """One of AdamW, on the gradients that the parameters held when it was captured."""
+class Ending:
+    """Clipping, verdict and AdamW's update, on the gradients that the parameters held when it was
+    captured."""
 
-    graph: torch.cuda.CUDAGraph
+    judging: torch.cuda.CUDAGraph
+    updating: torch.cuda.CUDAGraph
+    given: Tensor
+    """The most that a loss may be, and the rate of every group."""
+    judged: Tensor
+    read: Tensor
+    """A copy of it where the CPU reads."""
     optimizer: torch.optim.AdamW
     states: list[tuple[nn.Parameter, dict[str, Any]]]
     """What it was captured with: a state that was loaded or cleared since is another."""
-    rates: list[Tensor]
+    constants: list[dict[str, Any]]
 
     @classmethod
-    def captured(cls, optimizer: torch.optim.AdamW, device: torch.device) -> Update | None:
+    def captured(
+        cls, judge: Judge, total: Tensor, tokens: Tensor, optimizer: torch.optim.AdamW
+    ) -> Ending | None:
         """None where the optimiser has yet to make the state of a parameter."""
-        trained = [p for group in optimizer.param_groups for p in group["params"]]
-        trained = [p for p in trained if p.grad is not None]
-        if not all(p in optimizer.state for p in trained):
+        groups, held, device = optimizer.param_groups, optimizer.state, total.device
+        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        if not all(p in held for p in trained):
             return None
-        states = [(p, optimizer.state[p]) for p in trained]
-        graph, groups = torch.cuda.CUDAGraph(), optimizer.param_groups
-        rates = [torch.tensor(group["lr"], device=device) for group in groups]
-        settings = [{name: group[name] for name in ("lr", "capturable")} for group in groups]
-        for group, rate in zip(groups, rates, strict=True):
-            group |= {"lr": rate, "capturable": True}
-        try:
-            with torch.cuda.graph(graph, pool=_pool(device)):
-                optimizer.step()
-        finally:
-            for group, before in zip(groups, settings, strict=True):
-                group |= before
-        _living[device].add(graph)
-        return cls(graph, optimizer, states, rates)
+        given = torch.zeros(1 + len(groups), dtype=torch.float64, device=device)
+        with _capturing(device) as judging:
+            judged = judge(total, tokens, given[0])
+        with _capturing(device) as updating:
+            update_unless(judged[-1], optimizer, given[1:])
+        read = _pinned(torch.zeros(judged.shape, dtype=judged.dtype))
+        states = [(p, held[p]) for p in trained]
+        return cls(judging, updating, given, judged, read, optimizer, states, _constants(optimizer))
 
     @property
     def is_valid(self) -> bool:
         held = self.optimizer.state
-        return all(held.get(parameter) is state for parameter, state in self.states)
+        return self.constants == _constants(self.optimizer) and all(
+            held.get(parameter) is state for parameter, state in self.states
+        )
 
-    def replay(self) -> None:
-        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
-            rate.fill_(group["lr"])
-        self.graph.replay()
+    def replay(self, most: float) -> Verdict:
+        """The verdict, as soon as it is there; the update, which a bad step leaves out, goes on."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        given = _pinned(torch.tensor([most, *rates], dtype=torch.float64))
+        self.given.copy_(given, non_blocking=True)
+        self.judging.replay()
+        self.read.copy_(self.judged, non_blocking=True)
+        is_read = torch.cuda.Event()
+        is_read.record(torch.cuda.current_stream(self.given.device))
+        self.updating.replay()
+        is_read.synchronize()
+        return Verdict.read(self.read)
+
+
+def update_unless(is_bad: Tensor, optimizer: torch.optim.AdamW, rates: Tensor) -> None:
+    """``optimizer.step()`` with these ``rates`` where ``is_bad`` is 0; where it is 1, parameters,
+    moments and counts of steps stay as they are. Fused AdamW does so itself, for gradient scaling:
+    nothing is read."""
+    groups, rates = optimizer.param_groups, rates.float()
+    settings = [{name: group[name] for name in ("lr", "capturable")} for group in groups]
+    for group, rate in zip(groups, rates.unbind(), strict=True):
+        group |= {"lr": rate, "capturable": True}
+    optimizer.found_inf = is_bad.float()  # pyright: ignore
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # pyright: ignore
+        for group, before in zip(groups, settings, strict=True):
+            group |= before
+
+
+def _constants(optimizer: torch.optim.AdamW) -> list[dict[str, Any]]:
+    """What a captured update has for good."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+class Hooks:
+    """All that may be called in a step of ``model``: those of its modules, of its parameters and of
+    every module there is. A hook is Python, which a graph leaves out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        self._tables: list[dict[int, Any]] = []
+        self._next = -1
+        self.at_first = self.ids()
+
+    def have_changed(self) -> bool:
+        """Whether others are there than at first."""
+        return self.ids() != self.at_first
+
+    def ids(self) -> list[tuple[int, ...]]:
+        """No two hooks of a process have the same."""
+        if self._next != RemovableHandle.next_id:  # a tensor's first hook makes its table
+            self._next, self._tables = RemovableHandle.next_id, list(self._found_tables())
+        return [tuple(table) for table in filter(None, self._tables)]
+
+    def _found_tables(self) -> Iterator[dict[int, Any]]:
+        yield from (everyones._global_forward_hooks, everyones._global_forward_pre_hooks)
+        yield from (everyones._global_backward_hooks, everyones._global_backward_pre_hooks)
+        for module in self.modules:
+            yield from (module._forward_hooks, module._forward_pre_hooks)
+            yield from (module._backward_hooks, module._backward_pre_hooks)
+        for parameter in self.parameters:
+            found = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+            yield from (table for table in found if table is not None)
 
 
 class StepGraphs:
-    """``run`` on the parts of steps, and AdamW's updates, replayed from the fourth step on."""
+    """``run`` on the parts of steps, and with AdamW their ends, replayed from the fourth on."""
 
-    def __init__(self, run: Run, model: nn.Module) -> None:
-        self.run, self.model = run, model
-        self.modules = list(model.modules())
+    def __init__(self, run: Run, judge: Judge, model: nn.Module) -> None:
+        self.run, self.judge, self.model = run, judge, model
         self.parameters = list(model.parameters())
+        self.hooks = Hooks(model)
+        device = self.parameters[0].device
+        self.tokens = torch.zeros((), dtype=torch.int64, device=device)
+        """Targets of the whole step, by which the loss is divided."""
+        self.total = torch.zeros((), device=device)
+        """The loss of a replayed step, which the next overwrites."""
         self.steps = 0
         self.obstacle: str | None = None
         """Why nothing is captured, once that is known."""
         self._captured: dict[tuple[Any, ...], Captured] = {}
         self._gradients: dict[tuple[Any, ...], list[tuple[nn.Parameter, Tensor]]] = {}
-        self._updates: dict[tuple[Any, ...], Update] = {}
+        self._endings: dict[tuple[Any, ...], Ending] = {}
         self._replayed: tuple[Any, ...] | None = None
         """Which gradients the parameters hold; None where they are of no graph."""
-        self._hooks = self._num_hooks()
 
-    def __call__(self, parts: Sequence[Batch], count: Tensor) -> Tensor:
+    def __call__(self, parts: Sequence[Batch], tokens: Tensor) -> Tensor:
         """The summed loss of ``parts``; the parameters hold the gradients and held none before."""
         self.steps += 1
         self._replayed = None
         if self.steps == WARM_UP:
             with _watched() as waits:
-                total = self._as_it_is(parts, count)
+                total = self._as_it_is(parts, tokens)
             self.obstacle = waits[0] if waits else None
             return total
-        # a hook is Python, which a graph leaves out
-        if self.steps < WARM_UP or self.obstacle or self._num_hooks() != self._hooks:
-            return self._as_it_is(parts, count)
-        total = torch.zeros_like(count)
-        for index, part in enumerate(parts):
-            total += self._replay(part, count, is_first=index == 0)
-        return total
+        if self.steps < WARM_UP or self.obstacle or self.hooks.have_changed():
+            return self._as_it_is(parts, tokens)
+        self.tokens.copy_(tokens)
+        for part in parts:
+            self._replay(part)
+        return self.total
 
     @property
     def is_replayed(self) -> bool:
         """Whether the last step was."""
         return self._replayed is not None
 
-    def update(self, optimizer: Any) -> None:
-        """``optimizer.step()``, with the gradients of the last call."""
+    def ending(self, optimizer: Any) -> Ending | None:
+        """Of the last call, where it was replayed and the update can be."""
         key = self._replayed
         if key is None or not isinstance(optimizer, torch.optim.AdamW):
-            optimizer.step()
-            return
-        if key not in self._updates or not self._updates[key].is_valid:
-            made = Update.captured(optimizer, self.parameters[0].device)
-            if made is None:
-                optimizer.step()
-                return
-            self._updates[key] = made
-        self._updates[key].replay()
+            return None
+        found = self._endings.get(key)
+        if found is None or not found.is_valid:
+            found = Ending.captured(self.judge, self.total, self.tokens, optimizer)
+            if found is not None:
+                self._endings[key] = found
+        return found
 
-    def _as_it_is(self, parts: Sequence[Batch], count: Tensor) -> Tensor:
-        total = torch.zeros_like(count)
+    def _as_it_is(self, parts: Sequence[Batch], tokens: Tensor) -> Tensor:
+        total = torch.zeros_like(self.total)
         for part in parts:
-            total += self.run(part, count)
+            total += self.run(part, tokens)
         return total
 
-    def _replay(self, part: Batch, count: Tensor, *, is_first: bool) -> Tensor:
+    def _replay(self, part: Batch) -> None:
         trained = [p for p in self.parameters if p.requires_grad]
         shapes = (*(x is not None and tuple(x.shape) for x in part), len(trained))
-        key = (is_first, *shapes)
+        is_first, key = self._replayed is None, (self._replayed, shapes)
         if key not in self._captured:
-            self._captured[key] = self._capture(part, count)
+            self._captured[key] = self._capture(part, is_first=is_first)
             if is_first:
                 held = [(p, p.grad) for p in trained]
                 self._gradients[shapes] = [(p, grad) for p, grad in held if grad is not None]
-        loss = self._captured[key].replay(part, count)
+        self._captured[key].replay(part)
         if is_first:
             for parameter, gradient in self._gradients[shapes]:
                 parameter.grad = gradient
             self._replayed = shapes
-        return loss
 
-    def _capture(self, part: Batch, count: Tensor) -> Captured:
+    def _capture(self, part: Batch, *, is_first: bool) -> Captured:
         batch = Batch(*(None if x is None else x.clone() for x in part))  # pyright: ignore
-        graph, count = torch.cuda.CUDAGraph(), count.clone()
         try:
-            with torch.cuda.graph(graph, pool=_pool(count.device)):
-                loss = self.run(batch, count)
+            with _capturing(self.total.device) as graph:
+                loss = self.run(batch, self.tokens)
+                (self.total.copy_ if is_first else self.total.add_)(loss)
         except RuntimeError as error:
             raise ConfigError(
                 f"the step cannot be captured as a CUDA graph ({error}); set cuda_graph=false"
             ) from error
-        _living[count.device].add(graph)
-        return Captured(graph, batch, count, loss)
-
-    def _num_hooks(self) -> int:
-        return sum(
-            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
-            for m in self.modules
-        )
+        return Captured(graph, batch)
 
 
 _living: dict[torch.device, WeakSet[torch.cuda.CUDAGraph]] = defaultdict(WeakSet)
@@ -201,6 +268,20 @@ def _pool(device: torch.device) -> Any:
     outlives a replay is never given to another. A pool ends with the last of its graphs."""
     pools = [graph.pool() for graph in _living[device]]
     return pools[0] if pools else torch.cuda.graph_pool_handle()
+
+
+@contextmanager
+def _capturing(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+    """What is launched inside is captured, and not run."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool(device)):
+        yield graph
+    _living[device].add(graph)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """In memory that the device reads and writes without the CPU, so in its own time."""
+    return tensor.pin_memory()
 
 
 @contextmanager

@@ -170,7 +170,7 @@ class Experiment:
         batch, checksum = self._drawn(self.seed, trainer.completed)
         is_known = trainer.is_replayed and label in self.memory
         resident = [] if is_known else list(trainer.resident_tensors())
-        meter = MemoryMeter(self.world.device)
+        meter = None if is_known else MemoryMeter(self.world.device)
         try:
             result = trainer.take_step(batch)
         except DivergenceError as error:
@@ -182,7 +182,7 @@ class Experiment:
             del self.trainers[label]
             return
         self.taken += 1
-        memory = self.memory.get(label) if is_known else meter.peak_bytes(resident)
+        memory = self.memory.get(label) if meter is None else meter.peak_bytes(resident)
         if memory is not None:
             memory = self.memory[label] = max(memory, self.memory.get(label, 0))
         memory = memory or process_memory()

@@ -84,7 +84,7 @@ class TrainSettings:
     compile_scope: str = "regions"
     """What is compiled: what layers have in common, once for all of them, or the whole model."""
     cuda_graph: bool | None = None
-    """Replay forward and backward as a CUDA graph; left out, wherever that can be."""
+    """Replay steps as CUDA graphs; left out, wherever that can be."""
     importance: bool = False
     """After training, also how much the loss rises where a site may not read a source."""
     document_masking: bool = False

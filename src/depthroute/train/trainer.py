@@ -36,6 +36,7 @@ from depthroute.train.graphs import StepGraphs
 from depthroute.train.loss import called_loss, head_obstacle, loss_sum, obstacle
 from depthroute.train.optim import build_optimizer, set_rates
 from depthroute.train.settings import TrainSettings
+from depthroute.train.verdict import Verdict, judged
 
 logger = logging.getLogger("depthroute")
 
@@ -136,7 +137,7 @@ class Trainer:
         self._must_capture(reason)
         if reason is not None or settings.cuda_graph is False:
             return None
-        return StepGraphs(self._part_gradients, self.inner)
+        return StepGraphs(self._part_gradients, self._judged, self.inner)
 
     def _must_capture(self, obstacle: str | None) -> None:
         if obstacle is not None and self.settings.cuda_graph:
@@ -162,92 +163,110 @@ class Trainer:
         return environment.resident_tensors(self.model, self.optimizer)
 
     def take_step(self, batch: Batch) -> StepResult:
-        """Forward, backward, clip, update. A bad step raises before it touches the parameters."""
+        """Forward, backward, clip, update. A bad step never touches the parameters.
+
+        Up to the verdict nothing waits for an accelerator, so that its queue does not run dry;
+        waiting for it makes the time the step's.
+        """
         started = time.perf_counter()
         step = self.completed
-        set_rates(self.optimizer, step, self.settings)
-        lr = self.optimizer.param_groups[0]["lr"]
-        # ranks that are given the same part of the batch count it once
-        tokens = round(self.world.sum(batch.num_targets) * self.world.part[1] / self.world.size)
-        parts = batch.to(self.device).split(self.settings.accumulation)
+        batch = batch.to(self.device)
+        tokens = self._num_targets(batch)
+        parts = batch.split(self.settings.accumulation)
         total = self._gradients(parts, tokens)
-        norm = global_norm_clipped(self.inner, self.settings.clip)
-        # reading both numbers also waits for an accelerator, so the time is the step's
-        values = {"loss": self.world.sum(total.item()), "the gradient norm": norm}
-        skipped = self._judge(values, parts, lr)
+        set_rates(self.optimizer, step, self.settings)
+        verdict = self._finish(total, tokens)
+        lr = self.optimizer.param_groups[0]["lr"]
+        skipped = self._judgement(verdict, parts, lr) if verdict.is_bad else None
         if skipped is None:
-            self._update()
-            self.recent.append(values["loss"])
+            self.recent.append(verdict.loss)
         self.optimizer.zero_grad(set_to_none=True)
         if self.is_timed and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.completed += 1
         return StepResult(
             step=step,
-            loss=values["loss"],
+            loss=verdict.loss,
             lr=lr,
-            gradient_norm=norm,
+            gradient_norm=verdict.norm,
             seconds=time.perf_counter() - started,
-            tokens=tokens,
+            tokens=verdict.tokens,
             skipped=skipped,
         )
 
-    def _gradients(self, parts: list[Batch], tokens: int) -> Tensor:
+    def _num_targets(self, batch: Batch) -> Tensor:
+        """Of all ranks, on this one's device."""
+        if self.world.size == 1:
+            return batch.counted()
+        # ranks that are given the same part of the batch count it once
+        tokens = round(self.world.sum(batch.num_targets) * self.world.part[1] / self.world.size)
+        return torch.full((), tokens, device=self.device)
+
+    def _gradients(self, parts: list[Batch], tokens: Tensor) -> Tensor:
         """What this rank adds to the mean loss of a step of so many ``tokens``; its parameters
         hold their gradients."""
-        count = torch.full((), float(tokens), device=self.device)
         if self.graphs is not None:
-            total = self.graphs(parts, count)
+            total = self.graphs(parts, tokens)
             self._must_capture(self.graphs.obstacle)
             return total
-        total = torch.zeros_like(count)
+        total = torch.zeros((), device=self.device)
+        if isinstance(self.model, Spread):
+            tokens = tokens.cpu()  # pipelines want a number, of which one wait is enough
         for index, part in enumerate(parts):
             with syncing(self.model, index == len(parts) - 1):
                 if isinstance(self.model, Spread):
                     total += self._spread_gradients(part, tokens)
                 else:
-                    total += self._part_gradients(part, count)
+                    total += self._part_gradients(part, tokens)
         return total
 
-    def _update(self) -> None:
-        if self.graphs is None:
+    def _finish(self, total: Tensor, tokens: Tensor) -> Verdict:
+        """Judges the step and, if it is good, makes the update."""
+        ending = None if self.graphs is None else self.graphs.ending(self.optimizer)
+        if ending is not None:
+            return ending.replay(self._most)
+        verdict = Verdict.read(self._judged(total, tokens, self._most))
+        if not verdict.is_bad:
             self.optimizer.step()
-        else:
-            self.graphs.update(self.optimizer)
+        return verdict
 
-    def _spread_gradients(self, part: Batch, tokens: int) -> Tensor:
+    def _judged(self, total: Tensor, tokens: Tensor, most: Tensor | float) -> Tensor:
+        """A verdict on the gradients that the parameters hold, which are clipped."""
+        norm = global_norm_clipped(self.inner, self.settings.clip)
+        return judged(self.world.summed(total), norm, tokens, most)
+
+    @property
+    def _most(self) -> float:
+        """A loss above it is a spike."""
+        if self.settings.spike is None or len(self.recent) < LEAST_RECENT:
+            return math.inf
+        return statistics.median(self.recent) + self.settings.spike
+
+    def _spread_gradients(self, part: Batch, tokens: Tensor) -> Tensor:
         assert isinstance(self.model, Spread)
         with self._autocast():
-            return self.model.backward(*part[:2], num_targets=tokens, **part.arguments)
+            return self.model.backward(*part[:2], num_targets=tokens.item(), **part.arguments)
 
-    def _part_gradients(self, part: Batch, count: Tensor) -> Tensor:
-        loss = self._loss_sum(part) / count
+    def _part_gradients(self, part: Batch, tokens: Tensor) -> Tensor:
+        loss = self._loss_sum(part) / tokens.float()
         # each rank's gradient is averaged with the others', so its share of the mean is its sum
         # times the number of ranks
         (loss * self.world.size if self.world.size > 1 else loss).backward()
         return loss.detach()
 
-    def _judge(self, values: dict[str, float], parts: list[Batch], lr: float) -> str | None:
-        """None for a good step; for a bad one an error, or by policy the reason to skip it."""
+    def _judgement(self, verdict: Verdict, parts: list[Batch], lr: float) -> str:
+        """Of a bad step: an error, or by policy the reason to skip it."""
+        values = {"loss": verdict.loss, "the gradient norm": verdict.norm}
         bad = next((w for w, value in values.items() if not math.isfinite(value)), None)
-        site = ""
         if bad is not None:
             site = locate(self.inner, lambda: self._losses(parts), self.world.first)
-        elif self._is_spike(values["loss"]):
+        else:
             bad = "loss"
-            site = f"{values['loss'] - statistics.median(self.recent):.2f} above the recent median"
-        if bad is None:
-            return None
-        error = DivergenceError(self.completed, bad, values[bad], lr, site)
+            site = f"{verdict.loss - statistics.median(self.recent):.2f} above the recent median"
         if self.settings.on_bad_step == "stop":
             self.optimizer.zero_grad(set_to_none=True)
-            raise error
+            raise DivergenceError(self.completed, bad, values[bad], lr, site)
         return f"{bad} is {values[bad]}{site and ', ' + site}"
-
-    def _is_spike(self, loss: float) -> bool:
-        if self.settings.spike is None or len(self.recent) < LEAST_RECENT:
-            return False
-        return loss > statistics.median(self.recent) + self.settings.spike
 
     def _losses(self, parts: list[Batch]) -> None:
         for part in parts:
