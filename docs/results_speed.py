@@ -252,28 +252,32 @@ def trained_table(name: str) -> str:
 
 
 def widths() -> str:
-    """Shapes of the sweep that miss, the worst first."""
-    name = "widths_h200_part1"
+    """How many shapes of the sweep miss, and the lowest ten in each direction."""
+    name = "widths_h200"
     data = load(name)
     timed = [row for row in data["rows"] if row["status"] == "timed"]
+    fractions = dict(zip(("forward_frac", "both_frac"), WIDTH_TARGETS, strict=True))
 
     def is_missed(row: dict[str, Any]) -> bool:
-        return row["forward_frac"] < WIDTH_TARGETS[0] or row["both_frac"] < WIDTH_TARGETS[1]
+        return any(row[fraction] < least for fraction, least in fractions.items())
 
     def cells(row: dict[str, Any]) -> list[str]:
-        fractions = row["forward_frac"], row["both_frac"]
-        pairs = zip(fractions, WIDTH_TARGETS, strict=True)
+        kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[row["dtype"]]
         return [
             *(str(row[what]) for what in "SD"),
-            *(judged(f"{found:.2f}", found >= least) for found, least in pairs),
+            kind + (f", {row['heads']} heads" if row["heads"] > 1 else ""),
+            *(judged(f"{row[f]:.2f}", row[f] >= least) for f, least in fractions.items()),
         ]
 
-    missed = sorted(filter(is_missed, timed), key=lambda row: row["both_frac"])
+    missed = [row for row in timed if is_missed(row)]
+    lowest = {id(row): row for f in fractions for row in sorted(timed, key=lambda r: r[f])[:10]}
+    shown = sorted(lowest.values(), key=lambda row: row["both_frac"])
     least = "forward {:.2f}, with backward {:.2f}".format(*WIDTH_TARGETS)
     return (
         source(name, data["machine"])
         + f"\n{len(timed)} shapes, of which {len(missed)} miss a target ({least} of the speed of a "
-        "copy):\n\n" + table(["sources", "width", "forward", "with backward"], map(cells, missed))
+        "copy). The lowest ten in each direction:\n\n"
+        + table(["sources", "width", "dtype", "forward", "with backward"], map(cells, shown))
     )
 
 
