@@ -2,8 +2,8 @@
 
 A launch of meta tensors launches nothing: a thread compiles the kernel for the device that is
 current, and Triton keeps it, in memory and on disk. Triton's passes, its assembler and the C
-compiler of its launchers run without Python's lock, all but a tenth of the time that a kernel
-takes, so that threads do as well as processes and need no start, no cache and no care to end.
+compiler of its launchers, which take most of the time, run without Python's lock; so threads do,
+and need neither a start nor a cache.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ logger = logging.getLogger("depthroute")
 
 VARIABLE = "DEPTHROUTE_COMPILE_THREADS"
 MOST_THREADS = 8
+LONGEST = 120.0
+"""Seconds that a launch waits for a thread."""
 SPARED_CORES = 2
 """For the process itself and what it starts."""
 
@@ -132,5 +134,9 @@ def preparing(pool: Pool) -> Iterator[None]:
 
 
 def settled(future: Future[float]) -> float:
-    """The seconds that a thread took; one that has not begun is cancelled, and took none."""
-    return 0.0 if future.cancel() else future.result()
+    """The seconds that a thread took; one that has not begun is cancelled, and took none, and one
+    that does not end is not waited for."""
+    try:
+        return 0.0 if future.cancel() else future.result(LONGEST)
+    except TimeoutError:
+        return 0.0

@@ -132,7 +132,8 @@ def compile_ahead(
     if (found := pool.futures.get((kernel.fn, key))) is not None:
         return found
     active: Any = driver.active
-    _ = kernel.device_caches[active.get_current_device()]  # made once, not by two threads at once
+    device = active.get_current_device() if pool.device is None else pool.device
+    _ = kernel.device_caches[device]  # made here, not by two threads at once
 
     def compile_one() -> None:
         made = kernel.warmup(*arguments, grid=(1,), **constants)
