@@ -136,6 +136,7 @@ def test_all_that_training_launches_is_compiled_ahead(kernels, monkeypatch, meth
         (pool,) = pools
         assert all(isinstance(f.result(), float) for f in pool.futures.values())
         found = set(made.values())
+        assert len(pool.futures) == len(found), "a kernel is compiled twice"
         assert not launched and not ran
         assert torch.equal(torch.get_rng_state(), numbers)
         for name, p in one.inner.named_parameters():

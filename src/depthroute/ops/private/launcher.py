@@ -89,13 +89,11 @@ _launched: dict[int, Any] = {}
 
 
 def by_triton(kernel: Any, programs: int) -> Callable[..., None]:
-    """A call of it launches ``kernel`` as Triton itself does; of meta tensors it compiles it, once
-    for all numbers, of which the kernel must make no constants."""
+    """A call of it launches ``kernel`` as Triton itself does; of meta tensors it compiles it."""
 
     def call(*arguments: Any, **constants: Any) -> None:
         if next(a for a in arguments if isinstance(a, Tensor)).is_meta:
-            types = [a.dtype if isinstance(a, Tensor) else type(a) for a in arguments]
-            compile_ahead(kernel, arguments, constants, (*types, *constants.items()))
+            compile_ahead(kernel, arguments, constants)
         else:
             _counted(kernel, programs, arguments, constants)
 
@@ -121,15 +119,27 @@ def _counted(
     return made
 
 
+def _kind(argument: Any, parameter: Any) -> Any:
+    """What of an argument Triton makes a kernel of its own for."""
+    if isinstance(argument, tuple):
+        return tuple(a.dtype for a in argument)
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    if not isinstance(argument, int):
+        return type(argument)
+    return argument > MAX_INT32, None if parameter.do_not_specialize else kinds((argument,))
+
+
 def compile_ahead(
-    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any], key: Any
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]
 ) -> Future[float] | None:
-    """A thread compiles it where launches of this one are to be prepared, and only the first of a
-    ``key``."""
+    """A thread compiles it where launches of this one are to be prepared, once of its kind."""
     pool = ahead.current()
     if pool is None or not IS_KNOWN or not isinstance(kernel, JITFunction):
         return None
-    if (found := pool.futures.get((kernel.fn, key))) is not None:
+    types = map(_kind, arguments, kernel.params)
+    key = kernel.fn, *types, *constants.items()
+    if (found := pool.futures.get(key)) is not None:
         return found
     active: Any = driver.active
     device = active.get_current_device() if pool.device is None else pool.device
@@ -140,7 +150,7 @@ def compile_ahead(
         if made is not None:
             active.launcher_cls(made.src, made.metadata)  # C, which Triton compiles and keeps
 
-    return pool.submit((kernel.fn, key), compile_one)
+    return pool.submit(key, compile_one)
 
 
 class Prepared:
@@ -187,7 +197,7 @@ class Prepared:
             arguments = *lists, *tensors, *numbers
             if given[0].is_meta:
                 if not self._compiled:
-                    self._ahead = compile_ahead(self._kernel, arguments, self._constants, self)
+                    self._ahead = compile_ahead(self._kernel, arguments, self._constants)
                 return
             made = _counted(self._kernel, programs, arguments, self._constants, self._ahead)
             if is_usual and made is not None:  # the interpreter makes nothing
