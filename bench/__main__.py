@@ -188,6 +188,7 @@ def step(
         if cold:
             firsts = compiling.steps(settings.to_dict(), labels, 1, record.say, is_cold=True)
             record.values["cold"] = {first["what"]: first.get("seconds") for first in firsts}
+            record.values["cold_kernels"] = {f["what"]: f.get("kernels") for f in firsts}
         if precompile > 0 and not settings.eager:
             use_own_caches()
             record.values["precompiled"] = compiling.steps(

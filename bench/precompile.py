@@ -29,6 +29,7 @@ from depthroute.bench.operators import num_tokens
 from depthroute.bench.record import Say, one_line
 from depthroute.bench.step import Settings, StepRunner, cache_counts
 from depthroute.config import RoutingConfig
+from depthroute.ops.private.ahead import tally
 from depthroute.train.compiler import (
     CACHE_VARIABLE,
     source_hash,
@@ -167,7 +168,8 @@ def _in_process(
 def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
     routing = RoutingConfig.named(task["method"])
     runner = StepRunner(Settings(**task["settings"]), routing.name, routing)
-    return {"seconds": runner.warm_up(1), "compiler_caches": cache_counts()}
+    seconds = runner.warm_up(1)
+    return {"seconds": seconds, "compiler_caches": cache_counts(), "kernels": tally()._asdict()}
 
 
 def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
 from depthroute.models.convert import revert
+from depthroute.ops.private.ahead import tally
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.settings import TrainSettings
@@ -138,11 +139,12 @@ class StepRunner:
 
     def start(self) -> dict[str, Any]:
         """Compiled and warm; what that took and what ran."""
-        before = cache_counts()
+        before, kernels = cache_counts(), tally()
         with ops.record_backends() as ran:
             seconds = self.warm_up()
         return {
             "warmup_s": seconds,
+            "kernels": tally().since(kernels)._asdict(),
             "ran": {f"{op}, {backend}": n for (op, backend), n in ran.items()},
             "compiler_caches": (counts := cache_counts(since=before)),
             "compiled": cached(counts) if self.trainer.settings.compile else None,
@@ -323,4 +325,8 @@ def line(row: dict[str, Any]) -> str:
     if row.get("cold_s") is not None:
         text += f"  cold {row['cold_s']:.1f} s"
     counts = "{graphs} graphs; caches: {hits} hit, {misses} missed".format(**row["compiler_caches"])
+    if row.get("kernels"):
+        made = row["kernels"]
+        counts += f"; {made['kernels']} kernels in {made['seconds']:.1f} s"
+        counts += f", waited for {made['waited']:.1f} s"
     return f"{text}  warm-up {row['warmup_s']:.1f} s ({counts})"

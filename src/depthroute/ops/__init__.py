@@ -29,6 +29,7 @@ from depthroute.ops.mix import (
     most_fused,
 )
 from depthroute.ops.private.inductor import compile_options
+from depthroute.ops.rehearsal import compile_ahead
 from depthroute.ops.static import static_mix
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "backend_report",
     "boundary",
     "choose",
+    "compile_ahead",
     "compile_options",
     "depth_attention_mix",
     "depth_boundary",

@@ -19,6 +19,8 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from depthroute import files
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -50,6 +52,14 @@ def use_own_caches() -> str:
     if Path(os.environ[CACHE_VARIABLE]).name == source_hash():
         config.autograd_cache_allow_custom_autograd_functions = True
     return os.environ[CACHE_VARIABLE]
+
+
+def use_triton_cache(device: torch.device) -> None:
+    """Point Triton, unless the user has, at the folder that Inductor points it at with its first
+    kernel: what is compiled before that would not be found after."""
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
 
 
 def why_it_failed(process: subprocess.CompletedProcess[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import statistics
 import time
 from collections import deque
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
-from depthroute.models.model import compile_regions
-from depthroute.ops import compile_options
+from depthroute.models.model import RoutedCausalLM, compile_regions
+from depthroute.models.stand_ins import without_sublayers
+from depthroute.ops import compile_ahead, compile_options
 from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import (
@@ -30,7 +32,7 @@ from depthroute.parallel.wrap import (
     unwrapped,
 )
 from depthroute.runs import environment
-from depthroute.train.compiler import use_own_caches
+from depthroute.train.compiler import use_own_caches, use_triton_cache
 from depthroute.train.divergence import locate
 from depthroute.train.graphs import StepGraphs
 from depthroute.train.loss import called_loss, head_obstacle, loss_sum, obstacle
@@ -113,6 +115,7 @@ class Trainer:
         if isinstance(model, Spread):
             model.loss = self._spread_loss
         self.graphs = self._graphs()
+        self._is_rehearsed = not self._launches_many()
         model.train()
 
     def _compile(self, backend: str) -> None:
@@ -138,6 +141,35 @@ class Trainer:
         if reason is not None or settings.cuda_graph is False:
             return None
         return StepGraphs(self._part_gradients, self._judged, self.inner)
+
+    def _launches_many(self) -> bool:
+        """Whether this rank has kernels of ours to compile, enough to begin before they are
+        launched. Ranks of a machine share them on disk."""
+        is_plain = isinstance(self.inner, RoutedCausalLM) and not casts_itself(self.model)
+        is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        return self.device.type == "cuda" and is_plain and is_first and self.inner.plan.chooses
+
+    def _rehearse(self, part: Batch) -> None:
+        """Before anything else is compiled; the threads go on while it is."""
+        if self._is_rehearsed:
+            return
+        self._is_rehearsed, chunk = True, self._chunk(self.inner)
+        if self.settings.compile == "inductor":
+            use_triton_cache(self.device)
+
+        plain = Batch(*part[:2])  # what attention masks changes none of these kernels
+
+        def run(model: Any) -> None:
+            """A step and a validation."""
+            without_sublayers(model)
+            with torch.enable_grad(), self._autocast():
+                loss = loss_sum(model.train(), plain, chunk)
+            if self.settings.compile_scope == "regions":  # of a whole graph gradients are changed
+                loss.backward()
+            with torch.no_grad(), self._autocast():
+                loss_sum(model.eval(), plain, chunk)
+
+        compile_ahead(self.inner, run)
 
     def _must_capture(self, obstacle: str | None) -> None:
         if obstacle is not None and self.settings.cuda_graph:
@@ -173,6 +205,7 @@ class Trainer:
         batch = batch.to(self.device)
         tokens = self._num_targets(batch)
         parts = batch.split(self.settings.accumulation)
+        self._rehearse(parts[0])
         total = self._gradients(parts, tokens)
         set_rates(self.optimizer, step, self.settings)
         verdict = self._finish(total, tokens)
@@ -333,6 +366,7 @@ class Trainer:
             rows = self.model.rows(len(parts[0].inputs))
             parts = [part.padded(rows) for part in parts if len(part.inputs)]
         parts, sums = [part for part in parts if len(part.inputs)], []
+        self._rehearse(parts[0].to(self.device))
         for done, part in enumerate(parts):
             on_part(done, len(parts))
             sums.append(self._loss_sum(part.to(self.device)))

@@ -22,7 +22,7 @@ from depthroute.ops._triton.group_dot import (
     group_weights_kernel,
 )
 from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import FUSED
+from depthroute.ops.private.launcher import FUSED, by_triton
 
 
 def _chosen(kernel: str, launch: layout.DotLaunch) -> layout.DotLaunch:
@@ -33,7 +33,7 @@ def run_logits(packed: Tensor, queries: Tensor, eps: float, rstd: Tensor, logits
     tokens, num_sources, num_queries, _ = logits.shape
     width = queries.shape[1]
     launch = _chosen("group_logits", layout.logits_launch(width))
-    group_logits_kernel[(num_sources * triton.cdiv(tokens, launch.tokens),)](
+    by_triton(group_logits_kernel, num_sources * triton.cdiv(tokens, launch.tokens))(
         packed,
         queries,
         rstd,
@@ -58,7 +58,7 @@ def run_softmax(logits: Tensor, lse: Tensor, out_dtype: torch.dtype) -> Tensor:
     launch = _chosen("group_softmax", layout.softmax_launch(num_sources, num_queries))
     terms, padded = 2 if out_dtype == torch.bfloat16 else 3, layout.padded(num_queries)
     weights = logits.new_empty(tokens, num_sources, terms, padded, dtype=torch.bfloat16)
-    group_softmax_kernel[(tokens,)](
+    by_triton(group_softmax_kernel, tokens)(
         logits,
         lse,
         weights,
@@ -80,7 +80,7 @@ def run_outputs(packed: Tensor, weights: Tensor, outputs: Tensor) -> None:
     launch = _chosen("group_outputs", layout.outputs_launch(num_sources, width))
     column_tiles = triton.cdiv(width, launch.columns)
     programs = layout.dot_programs(launch.programs, tokens, column_tiles, outputs.device)
-    group_outputs_kernel[(programs * column_tiles,)](
+    by_triton(group_outputs_kernel, programs * column_tiles)(
         packed,
         weights,
         outputs,
@@ -120,7 +120,7 @@ def run_products(packed: Tensor, grad: Tensor, u: Tensor) -> None:
     launch = _chosen("group_products", layout.products_launch(num_sources, width))
     largest = layout.largest_chunk(num_sources, launch.sources)
     for first, last in layout.chunks(num_sources, launch.sources):
-        group_products_kernel[(tokens,)](
+        by_triton(group_products_kernel, tokens)(
             packed,
             grad,
             u,
@@ -147,7 +147,7 @@ def run_weights(
     launch = _chosen("group_weights", layout.weights_launch(num_sources, num_queries))
     padded, pull = layout.padded(num_queries), torch.empty_like(rstd)
     weights = logits.new_empty(tokens, num_sources, 5, padded, dtype=torch.bfloat16)
-    group_weights_kernel[(tokens,)](
+    by_triton(group_weights_kernel, tokens)(
         logits,
         lse,
         grad_lse,
@@ -183,7 +183,7 @@ def run_sources(
     programs = layout.dot_programs(launch.programs, tokens, column_tiles, queries.device)
     partial = queries.new_empty(len(ranges), programs, num_queries, width)
     for (first, last), of_chunk in zip(ranges, partial, strict=True):
-        group_sources_kernel[(programs * column_tiles,)](
+        by_triton(group_sources_kernel, programs * column_tiles)(
             *(*packed, None)[:3],
             grad,
             queries,

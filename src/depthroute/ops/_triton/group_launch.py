@@ -19,7 +19,7 @@ from depthroute.ops._triton.group import (
     group_scores_kernel,
 )
 from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import FUSED
+from depthroute.ops.private.launcher import FUSED, by_triton
 
 
 def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
@@ -47,7 +47,7 @@ def group_forward(group: Group) -> GroupResults:
     programs = layout.num_programs(launch, tokens, queries.device)
     with layout.on_device(queries):
         (packed,) = layout.pack([sources], queries)
-        group_forward_kernel[(programs * triton.cdiv(num_queries, at_once),)](
+        by_triton(group_forward_kernel, programs * triton.cdiv(num_queries, at_once))(
             packed,
             layout.aligned(queries),
             outputs,
@@ -101,7 +101,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
         lists.append(carried)
     with layout.on_device(queries):
         packed = layout.pack(lists, queries)
-        group_scores_kernel[(tokens * triton.cdiv(num_queries, at_once),)](
+        by_triton(group_scores_kernel, tokens * triton.cdiv(num_queries, at_once))(
             packed[0],
             grad,
             grad_lse,
@@ -121,7 +121,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             num_warps=launch.warps,
             **FUSED,
         )
-        group_coefficients_kernel[(tokens,)](
+        by_triton(group_coefficients_kernel, tokens)(
             logits,
             lse,
             rstd,
@@ -144,7 +144,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
         programs = layout.num_programs(columns_launch, tokens, device)
         programs = max(1, programs // column_tiles) if device.type == "cuda" else programs
         partial = queries.new_empty(programs, num_queries, width)
-        group_gradients_kernel[(programs * column_tiles,)](
+        by_triton(group_gradients_kernel, programs * column_tiles)(
             packed[0],
             packed[1],
             packed[2] if carried else None,

@@ -26,6 +26,10 @@ IS_KNOWN = hasattr(torch.library, "get_kernel") and hasattr(torch._C, "DispatchK
 """Whether this torch, as 2.11 to 2.15 do, lets a call be looked at before it is dispatched."""
 
 
+OPAQUE: dict[Any, Op] = {}
+"""Ops that launch kernels, by what is dispatched."""
+
+
 class Op:
     """``depthroute::name``: takes the fields of ``record`` and runs ``function`` on the record.
 
@@ -46,6 +50,8 @@ class Op:
         torch.library.register_fake(f"depthroute::{name}", fake, lib=_library)
         torch.library.register_autograd(f"depthroute::{name}", no_derivative, lib=_library)
         self.dispatched = getattr(torch.ops.depthroute, name).default
+        if self.is_opaque:
+            OPAQUE[self.dispatched] = self
         for device in ("CPU", "CUDA") if IS_KNOWN else ():
             self._shorten(name, device, run)
 

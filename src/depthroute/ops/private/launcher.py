@@ -14,12 +14,17 @@ The rest is checked at every launch: addresses are multiples of 16, all tensors 
 and sizes fit 32 bits. Where that fails, where somebody watches launches (Triton's profiler) or has
 asked Triton for another kind of compilation, in the interpreter, and with a Triton whose inside is
 not known here, the launch is Triton's own.
+
+A launch of meta tensors compiles the kernel and launches nothing; see
+:mod:`depthroute.ops.private.ahead`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import lru_cache, reduce
 from itertools import islice
 from operator import or_
@@ -31,6 +36,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from depthroute.ops.private import ahead
 
 # called through map(), which is faster than a comprehension
 _address = Tensor.data_ptr
@@ -77,14 +84,84 @@ def _present(
     return present
 
 
+_launched: dict[int, Any] = {}
+"""Compiled kernels, each by its id: those that were counted."""
+
+
+def by_triton(kernel: Any, programs: int) -> Callable[..., None]:
+    """A call of it launches ``kernel`` as Triton itself does; of meta tensors it compiles it."""
+
+    def call(*arguments: Any, **constants: Any) -> None:
+        if next(a for a in arguments if isinstance(a, Tensor)).is_meta:
+            compile_ahead(kernel, arguments, constants)
+        else:
+            _counted(kernel, programs, arguments, constants)
+
+    return call
+
+
+def _counted(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    future: Future[float] | None = None,
+) -> Any:
+    """``future``: of a thread that compiles it."""
+    started = time.perf_counter()
+    elsewhere = 0.0 if future is None else ahead.settled(future)
+    settled = time.perf_counter()
+    made = kernel[(programs,)](*arguments, **constants)
+    if made is not None and id(made) not in _launched:  # the interpreter makes nothing
+        _launched[id(made)] = made
+        now = time.perf_counter()
+        ahead.count(elsewhere + now - settled, now - started)
+    return made
+
+
+def _kind(argument: Any, parameter: Any) -> Any:
+    """What of an argument Triton makes a kernel of its own for."""
+    if isinstance(argument, tuple):
+        return tuple(a.dtype for a in argument)
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    if not isinstance(argument, int):
+        return type(argument)
+    return argument > MAX_INT32, None if parameter.do_not_specialize else kinds((argument,))
+
+
+def compile_ahead(
+    kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]
+) -> Future[float] | None:
+    """A thread compiles it where launches of this one are to be prepared, once of its kind."""
+    pool = ahead.current()
+    if pool is None or not IS_KNOWN or not isinstance(kernel, JITFunction):
+        return None
+    types = map(_kind, arguments, kernel.params)
+    key = kernel.fn, *types, *constants.items()
+    if (found := pool.futures.get(key)) is not None:
+        return found
+    active: Any = driver.active
+    device = active.get_current_device() if pool.device is None else pool.device
+    _ = kernel.device_caches[device]  # made here, not by two threads at once
+
+    def compile_one() -> None:
+        made = kernel.warmup(*arguments, grid=(1,), **constants)
+        if made is not None:
+            active.launcher_cls(made.src, made.metadata)  # C, which Triton compiles and keeps
+
+    return pool.submit(key, compile_one)
+
+
 class Prepared:
     """``kernel`` with its constants, for arguments of types that never change."""
 
-    __slots__ = ("_compiled", "_constants", "_kernel", "_tail")
+    __slots__ = ("_ahead", "_compiled", "_constants", "_kernel", "_tail")
 
     def __init__(self, kernel: Any, num_warps: int, **constants: Any) -> None:
         self._kernel, self._constants = kernel, {**constants, "num_warps": num_warps, **FUSED}
         self._compiled: dict[int, Any] = {}
+        self._ahead: Future[float] | None = None
         self._tail: tuple[Any, ...] = ()
         if isinstance(kernel, JITFunction):
             self._tail = tuple(constants[p.name] for p in kernel.params if p.is_constexpr)
@@ -117,7 +194,12 @@ class Prepared:
         compiled = self._compiled.get(index) if is_usual else None
         if compiled is None:
             lists = [None if t is None else tuple(t) for t in lists]
-            made = self._kernel[(programs,)](*lists, *tensors, *numbers, **self._constants)
+            arguments = *lists, *tensors, *numbers
+            if given[0].is_meta:
+                if not self._compiled:
+                    self._ahead = compile_ahead(self._kernel, arguments, self._constants)
+                return
+            made = _counted(self._kernel, programs, arguments, self._constants, self._ahead)
             if is_usual and made is not None:  # the interpreter makes nothing
                 self._compiled[index] = made
             return
