@@ -99,7 +99,7 @@ BATCH = Batch(torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 16, dtype=to
 def step_and_validation(one):
     """Of whatever numbers: no kernel computes any."""
     parts = BATCH.split(one.settings.accumulation)
-    one._gradients(parts, 64)
+    one._gradients(parts, torch.tensor(64))
     one.model.eval()
     with torch.no_grad():
         one._loss_sum(parts[0])
