@@ -180,6 +180,21 @@ def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
     case.check("cpu")
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layers", [3, 9])
+@pytest.mark.parametrize("is_carried", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_depth_attention_lie_as_what_they_are_of(layers, is_carried, transposed):
+    """Whatever the order of those that come: else a compiled graph would copy them."""
+    kept = tuple(range(layers)) if is_carried else None
+    case = AttentionCase(layers, 2, 5, 4, 2, 16, transposed=transposed, kept=kept)
+    inputs = {name: t.requires_grad_() for name, t in case.inputs("cpu").items()}
+    read = case.read("triton", **inputs)
+    came = [g for g in case.arriving(read) if g is not None]
+    grads = torch.autograd.grad(read, list(inputs.values()), came)
+    assert [g.stride() for g in grads] == [t.stride() for t in inputs.values()]
+
+
 LOSS = [
     LossCase(5, 99),
     LossCase(5, 64, dtype=fp32, chunk=2),

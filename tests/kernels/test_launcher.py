@@ -195,7 +195,8 @@ def test_boundaries_of_every_kind_launch_what_triton_would(asked):
 
 def attention(
     layers=2, batch=2, tokens=3, heads=2, ratio=2, width=16, value=None, dtype=bf16, query=None,
-    transposed=True, aligned=True, values_dtype=None, carried=(), again=False, grads_transposed=None,
+    transposed=True, aligned=True, values_dtype=None, carried=(), again=False,
+    grads_transposed=None,
 ):  # fmt: skip
     """``carried``: places of what is carried."""
     value = value or width

@@ -79,7 +79,7 @@ def test_carrying_compiles_into_one_graph():
 
 def layers(tensors: list[Tensor], carried: bool, backend: str = BACKEND) -> Tensor:
     """Depth attention over all earlier layers; queries, keys and values are read again."""
-    count, keys, values, total = len(tensors) // 3, [], [], 0.0
+    count, keys, values, total = len(tensors) // 3, [], [], tensors[0].new_zeros(())
     for n in range(count):
         query, key, value = tensors[n], tensors[count + n], tensors[2 * count + n]
         keys, values = [*keys, key], [*values, value]

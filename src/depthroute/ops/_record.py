@@ -332,10 +332,8 @@ def fake_attention_triton_backward(*arguments) -> AttentionGradients:
 
 
 def attention_gradients(back: AttentionBackward) -> AttentionGradients:
-    """Where the kernel writes: as query, keys and values lie, if those of all layers are alike.
-
-    So does the attention module take them back: a compiled graph copies gradients of its results
-    that lie otherwise than these."""
+    """Where the kernel writes: as query, keys and values lie, if those of all layers are alike. So
+    a compiled graph, whose results they are, takes their gradients: it would copy any others."""
     is_alike = _are_alike(back.keys) and _are_alike(back.values)
     made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
     return rows_like(back.query), [made(k) for k in back.keys], [made(v) for v in back.values]

@@ -181,7 +181,7 @@ class DepthAttentionMix(torch.autograd.Function):
     """Mixed values, what gives the weights, what is at ``places`` of query, keys and values, to be
     handed on, and the mixed values again if it ``keeps`` them.
 
-    There is no None among the results: beside ones that have no gradient, Dynamo loses another's then.
+    No result is None: beside results without a gradient, Dynamo would lose that of another.
     """
 
     @staticmethod
@@ -217,13 +217,8 @@ class DepthAttentionMix(torch.autograd.Function):
             ctx.scaling,
         )
         if not of_mixed:
-            return (
-                None,
-                None,
-                None,
-                None,
-                *(sum(g[1:], g[0]) if g else None for g in record.arrived()),
-            )
+            passed = (sum(came[1:], came[0]) if came else None for came in record.arrived())
+            return None, None, None, None, *passed
         op = BACKWARD[ctx.backend]
         results = op.dispatched(*record) if torch.is_grad_enabled() else op(record)
         dquery, dkeys, dvalues = results
