@@ -70,6 +70,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     heads = 4, 2, TOKENS, 64
     q, g = (torch.randn(heads, device=device).bfloat16() for _ in range(2))
     keys, values = ([torch.randn(heads, device=device).bfloat16() for _ in range(3)] for _ in "kv")
+    handed = [0, 3, 1, 4, 2, 5]  # query and key from attention, two anchors from later layers
 
     def attention():
         return ns.depth_attention_mix_triton.default(q, keys, values, 0.125)
@@ -77,7 +78,9 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     _, *kept = attention()
 
     def attention_backward():
-        return ns.depth_attention_mix_triton_backward.default(q, g, keys, values, *kept, 0.125)
+        return ns.depth_attention_mix_triton_backward.default(
+            [g], [g] * len(handed), handed, q, keys, values, *kept, 0.125
+        )
 
     leaves = [t.clone().requires_grad_() for t in (*sources, output, state, partial)]
     weights = query.clone().requires_grad_(), weight.clone().requires_grad_()

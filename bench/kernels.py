@@ -392,8 +392,9 @@ def attention(
     repeats: int = 2,
     head_width: int = 128,
 ) -> list[Case]:
-    """Both directions over so many layers, through the registered ops: what autograd does around
-    them, repeating the query's gradient over its heads, is no kernel of ours."""
+    """Both directions over so many layers, through the registered ops. Backward as in the middle
+    of a model: attention over time sends gradients of query, key and mixed value, and later layers
+    those of all earlier ones."""
     normal = normals(device, layers)
 
     def draw(num_heads: int) -> Tensor:
@@ -402,6 +403,8 @@ def attention(
     query, grad = draw(heads * repeats), draw(heads)
     keys, values = ([draw(heads) for _ in range(layers)] for _ in range(2))
     given, scaling = (query, keys, values), head_width**-0.5
+    places = [0, layers, *range(1, layers), *range(1 + layers, 2 * layers)]
+    carried = [draw(heads * repeats), *(draw(heads) for _ in places[1:])]
     _, kept = torch.ops.depthroute.depth_attention_mix_triton.default(*given, scaling)
 
     def forward() -> Sequence[Tensor]:
@@ -410,13 +413,13 @@ def attention(
 
     def backward() -> Sequence[Tensor]:
         dquery, dkeys, dvalues = torch.ops.depthroute.depth_attention_mix_triton_backward.default(
-            grad, *given, kept, scaling
+            [grad], carried, places, *given, kept, scaling
         )
         return [dquery, *dkeys, *dvalues]
 
     shape, one_pass = f"{layers} layers of {heads}x{head_width}", grad.nbytes
     settings = list(attention_settings(head_width))
-    there, back = (repeats + 2 * layers + 1) * one_pass, (repeats + 4 * layers + 2) * one_pass
+    there, back = (repeats + 2 * layers + 1) * one_pass, (3 * repeats + 6 * layers) * one_pass
     return [
         Case("attention forward", shape, "attention", forward, there, settings),
         Case("attention backward", shape, "attention", backward, back, settings),

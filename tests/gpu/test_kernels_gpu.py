@@ -145,6 +145,13 @@ def test_phase_one_keeps_the_error_budget(case: GroupCase):
         AttentionCase(5, 2, 15, 6, 2, 80, value_width=48, dtype=fp16, transposed=False),
         AttentionCase(30, 1, 33, 4, 2, 64),
         AttentionCase(2, 2, 15, 4, 2, 64, strided_rows=True),
+        AttentionCase(1, 2, 15, 4, 4, 64, kept=(0,), dtype=fp32),
+        AttentionCase(2, 2, 63, 16, 8, 128, kept=(0,)),
+        AttentionCase(3, 2, 63, 16, 8, 128, kept=(0, 1, 2)),
+        AttentionCase(3, 2, 15, 32, 2, 80, value_width=48, kept=(0, 2), missing=3, dtype=fp16),
+        AttentionCase(8, 1, 33, 4, 2, 64, kept=(0, 3, 7), missing=2),
+        AttentionCase(9, 1, 33, 4, 2, 64, kept=(0, 3, 8), missing=4, transposed=False),
+        AttentionCase(30, 1, 33, 4, 2, 64, kept=tuple(range(30)), missing=5),
     ],
     ids=str,
 )

@@ -44,13 +44,14 @@ def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]
 def with_gradients(
     function: Callable[..., Sequence[Tensor]],
     inputs: dict[str, Tensor],
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
     dtype: torch.dtype | None = None,
 ) -> Results:
     """Outputs and gradients by name; ``dtype`` recomputes everything at that precision."""
     held = dict(zip(inputs, leaves(list(inputs.values()), dtype), strict=True))
     outputs = function(**held)
-    used = [(o, g.to(o.dtype)) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    pairs = zip(outputs, grads, strict=True)
+    used = [(o, g.to(o.dtype)) for o, g in pairs if g is not None and o.requires_grad]
     torch.autograd.backward([o for o, _ in used], [g for _, g in used])
     results = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     for name, tensor in held.items():
@@ -295,6 +296,10 @@ class AttentionCase:
     dtype: torch.dtype = torch.bfloat16
     transposed: bool = True
     strided_rows: bool = False
+    kept: tuple[int, ...] | None = None
+    """Layers that are handed on, with query and key; None hands nothing on."""
+    missing: int = 0
+    """One of so many gradients of what is handed on does not come."""
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         def draw(heads: int, width: int) -> Tensor:
@@ -316,19 +321,48 @@ class AttentionCase:
         options = {"backend": backend} if backend else {}
         return function(given["query"], keys, values, return_weights=True, **options)
 
+    def read(self, backend: str | None, **given: Tensor) -> list[Tensor]:
+        """All that is read from here on: the mixed value and, if any is, what is handed on."""
+        if self.kept is None:
+            return [self.call(backend, **given)[0]]
+        keys = [given[f"key {n}"] for n in range(self.layers)]
+        values = [given[f"value {n}"] for n in range(self.layers)]
+        if backend is None:
+            mixed = reference.depth_attention_mix(given["query"], keys, values)
+            made = ops.CarriedAttention(
+                mixed, given["query"], keys[-1], keys, [*values[:-1], mixed]
+            )
+        else:
+            kept = [n in self.kept for n in range(self.layers)]
+            made = ops.depth_attention_carried(given["query"], keys, values, kept, backend)
+        later = [t for n in self.kept for t in (made.keys[n], made.values[n])]
+        return [made.mixed, made.query, made.key, *later]
+
+    def arriving(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Gradients in turn in the order of heads, of tokens, of nothing, and not at all."""
+        made: list[Tensor | None] = []
+        for n, output in enumerate(outputs):
+            grad = torch.randn(output.shape, device=output.device).to(self.dtype)
+            if n % 3 == 1:
+                grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+            elif n % 3 == 2:
+                grad = grad.transpose(2, 3).contiguous().transpose(2, 3)
+            is_there = n == 0 or not self.missing or n % self.missing
+            made.append(grad if is_there else None)
+        return made
+
     def check(self, device: str) -> None:
         torch.manual_seed(0)
         inputs = self.inputs(device)
-        shape = (self.batch, self.heads, self.tokens, self.value_width or self.width)
-        grads = [torch.randn(shape, device=device).to(self.dtype)]
 
         def definition(**given: Tensor) -> Sequence[Tensor]:
-            return self.call(None, **given)[:1]
+            return self.read(None, **given)
 
+        grads = self.arriving(definition(**inputs))
         exact = with_gradients(definition, inputs, grads, torch.float64)
         native = with_gradients(definition, inputs, grads)
         with ops.record_backends() as ran:
-            kernel = with_gradients(lambda **g: self.call("triton", **g)[:1], inputs, grads)
+            kernel = with_gradients(lambda **g: self.read("triton", **g), inputs, grads)
         name = "depth_attention_mix"
         assert ran == {(name, "triton"): 1, (f"{name}_backward", "triton"): 1}
         assert_within_budget(exact, native, kernel)

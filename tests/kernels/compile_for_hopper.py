@@ -34,6 +34,9 @@ CASES = [
     GroupCase(3, 3, 1, 1000, heads=4, head_norm="slice"),
     AttentionCase(3, 1, 3, 4, 2, 64),
     AttentionCase(9, 1, 3, 4, 2, 64),
+    AttentionCase(3, 1, 3, 4, 2, 64, kept=(0, 2), missing=4),
+    AttentionCase(3, 1, 3, 18, 2, 64, kept=(0, 1, 2)),
+    AttentionCase(9, 1, 3, 4, 2, 64, kept=(0, 8)),
     LossCase(3, 50257),
     LossCase(3, 50257, dtype=torch.float32, scale=0.5, softcap=30.0),
 ]
@@ -62,7 +65,8 @@ def main() -> int:
     JITFunction.run = note
     for case in CASES:
         inputs = {name: t.requires_grad_() for name, t in case.inputs("cpu").items()}
-        outputs = [o for o in case.call("triton", **inputs) if o.requires_grad]
+        run_case = case.read if isinstance(case, AttentionCase) else case.call
+        outputs = [o for o in run_case("triton", **inputs) if o.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
     for parts in (2, 3):
         backward_of_parts(parts, 1024)

@@ -162,6 +162,15 @@ ATTENTION = [
     AttentionCase(4, 2, 5, 6, 2, 48, dtype=fp16, transposed=False),
     AttentionCase(9, 1, 3, 2, 1, 16),
     AttentionCase(2, 2, 5, 4, 2, 16, strided_rows=True),
+    AttentionCase(1, 2, 3, 4, 2, 16, kept=()),
+    AttentionCase(1, 2, 3, 2, 2, 16, kept=(0,), dtype=fp32),
+    AttentionCase(2, 2, 5, 4, 2, 16, kept=(0,)),
+    AttentionCase(3, 2, 5, 2, 2, 16, kept=(0, 2), missing=3),
+    AttentionCase(3, 1, 3, 18, 2, 24, value_width=40, kept=(0, 1, 2), transposed=False),
+    AttentionCase(4, 1, 3, 6, 2, 16, kept=(1, 2, 3), dtype=fp16, strided_rows=True),
+    *(AttentionCase(n, 1, 3, 4, 2, 16, kept=(0, 1, n - 1)) for n in range(5, 10)),
+    AttentionCase(9, 1, 3, 2, 2, 16, kept=(0, 3, 4, 8), missing=2),
+    AttentionCase(11, 2, 3, 6, 2, 24, value_width=8, kept=(5,), missing=4, dtype=fp32),
 ]
 
 
@@ -169,6 +178,21 @@ ATTENTION = [
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
     case.check("cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layers", [3, 9])
+@pytest.mark.parametrize("is_carried", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_depth_attention_lie_as_what_they_are_of(layers, is_carried, transposed):
+    """Whatever the order of those that come: else a compiled graph would copy them."""
+    kept = tuple(range(layers)) if is_carried else None
+    case = AttentionCase(layers, 2, 5, 4, 2, 16, transposed=transposed, kept=kept)
+    inputs = {name: t.requires_grad_() for name, t in case.inputs("cpu").items()}
+    read = case.read("triton", **inputs)
+    came = [g for g in case.arriving(read) if g is not None]
+    grads = torch.autograd.grad(read, list(inputs.values()), came)
+    assert [g.stride() for g in grads] == [t.stride() for t in inputs.values()]
 
 
 LOSS = [
@@ -264,6 +288,13 @@ def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
     torch.library.opcheck(
         torch.ops.depthroute.depth_attention_mix_triton.default, (q, [k], [v], 0.2)
     )
+    mixed, kept = torch.ops.depthroute.depth_attention_mix_triton.default(q, [k], [v], 0.2)
+    for carried, places in (([], []), ([q, k, k], [0, 1, 1]), ([v], [2])):
+        torch.library.opcheck(
+            torch.ops.depthroute.depth_attention_mix_triton_backward.default,
+            ([mixed, v], carried, places, q, [k], [v], kept, 0.2),
+            test_utils=("test_schema", "test_faketensor"),
+        )
     sources = [torch.randn(3, 96) for _ in range(2)]
     queries = torch.randn(2, 96)
     torch.library.opcheck(

@@ -195,14 +195,16 @@ def test_boundaries_of_every_kind_launch_what_triton_would(asked):
 
 def attention(
     layers=2, batch=2, tokens=3, heads=2, ratio=2, width=16, value=None, dtype=bf16, query=None,
-    transposed=True, aligned=True, values_dtype=None,
+    transposed=True, aligned=True, values_dtype=None, carried=(), again=False,
+    grads_transposed=None,
 ):  # fmt: skip
+    """``carried``: places of what is carried."""
     value = value or width
 
-    def draw(num_heads, size, kind):
+    def draw(num_heads, size, kind, is_transposed=transposed):
         made = torch.zeros(batch * tokens * num_heads * size + 8, dtype=kind)
         made = made[:-8] if aligned else made[1:-7]
-        if transposed:
+        if is_transposed:
             return made.view(batch, tokens, num_heads, size).transpose(1, 2)
         return made.view(batch, num_heads, tokens, size)
 
@@ -210,8 +212,14 @@ def attention(
     keys = [draw(heads, width, dtype) for _ in range(layers)]
     values = [draw(heads, value, values_dtype or dtype) for _ in range(layers)]
     out, *kept = ns.depth_attention_mix_triton.default(q, keys, values, 0.5)
-    grad = out.clone()
-    ns.depth_attention_mix_triton_backward.default(grad, q, keys, values, *kept, 0.5)
+    if grads_transposed is None:
+        grads_transposed = transposed
+    given = [q, *keys, *values]
+    came = [draw(*given[p].shape[1::2], given[p].dtype, grads_transposed) for p in carried]
+    grads = [out.clone()] * (2 if again else 1)
+    ns.depth_attention_mix_triton_backward.default(
+        grads, came, list(carried), q, keys, values, *kept, 0.5
+    )
 
 
 ATTENTION = [
@@ -230,6 +238,14 @@ ATTENTION = [
     {"transposed": False},
     {"aligned": False},
     {"batch": 1},
+    *({"layers": n, "carried": (0, n)} for n in (1, 2, 3, 9)),
+    *({"layers": n, "carried": (0, n, 1, n + 1), "again": True} for n in (2, 3, 9)),
+    {"layers": 3, "carried": (0, 3, 1, 4, 3), "again": True},
+    {"layers": 3, "carried": (2,)},
+    {"layers": 3, "carried": (5,)},
+    {"carried": (0, 2), "grads_transposed": False},
+    {"carried": (0, 2, 1, 2), "query": fp32, "values_dtype": fp16, "width": 24},
+    {"carried": (0, 2, 1, 3), "aligned": False},
 ]
 
 

@@ -96,6 +96,25 @@ def test_depth_attention_has_exact_gradients(implementation, query_heads, kv_hea
     assert gradcheck(mix, (normal(1, query_heads, 2, 3), *keys, *values))
 
 
+@pytest.mark.parametrize("kept", [(), (0,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(("query_heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+def test_depth_attention_has_exact_gradients_of_what_it_hands_on(query_heads, kv_heads, kept):
+    query = normal(1, query_heads, 2, 3)
+    pairs = [normal(1, kv_heads, 2, 3 if n < 3 else 2) for n in range(6)]
+    shares = [torch.randn(t.shape, dtype=torch.float64) for t in (query, *pairs, *pairs)]
+
+    def mix(query, *pairs):
+        made = ops.depth_attention_carried(
+            query, pairs[:3], pairs[3:], [n in kept for n in range(3)], scaling=0.7
+        )
+        read = [made.query, *made.keys, *made.values, made.key, made.mixed]
+        others = [*shares[:7], shares[3], shares[-1]]
+        # each with a share of its own, and the mixed value with what depends on where it goes
+        return made.mixed, sum((t * s).sum() for t, s in zip(read, others, strict=True))
+
+    assert gradcheck(mix, (query, *pairs))
+
+
 def test_the_gradient_of_the_returned_weights_reaches_the_query():
     query, sources = normal(6), [normal(2, 6) for _ in range(3)]
 
@@ -114,6 +133,10 @@ def test_a_second_derivative_is_refused_on_every_path():
         yield ops.depth_mix([2 * weight, other], query)
         yield ops.depth_boundary(2 * weight, [other], query, reads_last=True).x
         yield ops.depth_mix_group([2 * weight, other], query[None])[0]
+        heads = [t.view(1, 1, 2, 6) for t in (2 * weight, other)]
+        yield ops.depth_attention_mix(heads[1], heads, heads)
+        made = ops.depth_attention_carried(heads[0], heads, heads, [True, True])
+        yield made.mixed * made.query * made.keys[0]
 
     for x in mixes():
         (grad,) = torch.autograd.grad(x.square().sum(), weight, create_graph=True)

@@ -93,9 +93,10 @@ def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
 
     query, pairs = normal(2, 4, 3, 4), [normal(2, 2, 3, 4) for _ in range(4)]
     out, kept = torch.ops.depthroute.depth_attention_mix(query, pairs[:2], pairs[2:], 0.5)
-    arguments = (torch.ones_like(out), query, pairs[:2], pairs[2:], kept, 0.5)
     op = torch.ops.depthroute.depth_attention_mix_backward.default
-    opcheck(op, arguments, test_utils=utilities)
+    for carried, places in (([], []), ([normal(2, 4, 3, 4), *pairs[:3]], [0, 2, 1, 2])):
+        arguments = ([out, out], carried, places, query, pairs[:2], pairs[2:], kept, 0.5)
+        opcheck(op, arguments, test_utils=utilities)
 
 
 def test_the_ops_compile_without_a_graph_break_and_give_the_same_gradients():

@@ -64,8 +64,8 @@ class DeferredCache:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.pending: tuple[Tensor, Tensor] | None = None
-        self.mixed: tuple[Tensor | None, Tensor | None] = None, None
-        """This layer's key and its value after mixing, for the layers to come."""
+        self.memory: DepthMemory | None = None
+        """After this layer, for the layers to come."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.cache, name)
@@ -107,29 +107,51 @@ class DepthContext(NamedTuple):
             assert self.cache.pending is not None
             latent, rotary = self.cache.pending
             # one latent serves all heads: concatenated heads make their mean score a single dot
-            key, one_query = _one_head(key), _one_head(query)
+            one_query = _one_head(query)
             scaling = query.shape[-1] ** 0.5 / one_query.shape[-1]
-            mixed = self.mixed(one_query, key, latent, scaling)
+            *_, mixed = self._mixed(one_query, _one_head(key), latent, scaling, attends=False)
             expand = cast(Any, module).expand_kv
             keys, values = expand(*self.cache.store(mixed, rotary, module))
         else:
-            mixed = self.mixed(query, key, self.own(module, value), None)
+            query, key, mixed = self._mixed(query, key, self.own(module, value))
             keys, values = self.cache.store(key, mixed, module)
         interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
         attend = interfaces.get_interface(self.implementation, _eager_attention(module))
-        self.cache.mixed = key, mixed
         return attend(module, query, keys, values, mask, **kwargs)
 
-    def mixed(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    def _mixed(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        *,
+        attends: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and mixed value for attention over time, which reads the first two as they are
+        if it ``attends``; the memory after this layer is left in the cache."""
         site, memory = self.site, self.memory
         if memory is None:
-            return value
-        if site is None or site.gate is None:
-            return memory.mix(query, key, value, scaling)
-        if site.value_weight is not None:
-            return memory.add(value, site.value_weight, site.gate)
-        mixed = memory.mix(query, key, value, scaling)
-        return value + site.gate.to(value.dtype) * (mixed - value)
+            return query, key, value
+        if site is not None and site.value_weight is not None and site.gate is not None:
+            mixed = memory.add(value, site.value_weight, site.gate)
+            self.cache.memory = memory.push(key, mixed)
+            return query, key, mixed
+        gate = None if site is None else site.gate
+        handed, memory = memory.mix_carried(
+            query, key, value, scaling, attends=attends, keeps_mixed=gate is None
+        )
+        mixed, kept = handed.mixed, handed.values[-1]
+        if gate is not None:
+            mixed = kept = value + gate.to(value.dtype) * (mixed - value)
+        self.cache.memory = memory.push(handed.keys[-1], kept)
+        return handed.query, handed.key, mixed
+
+    def memory_after(self) -> DepthMemory | None:
+        """The memory after this layer, which may not have attended."""
+        if self.memory is None or self.cache.memory is not None:
+            return self.cache.memory
+        return self.memory.push(None, None)
 
     def resumed(self, module: nn.Module, arguments: tuple[Any, ...]) -> Attended:
         """Attends with what :class:`Paused` was given."""

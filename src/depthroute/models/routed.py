@@ -120,14 +120,14 @@ class RoutedLayer(nn.Module):
         if regions is not None and not state.stream.plan.chooses:
             return self._repeated(state, kwargs, regions)
         call = called if regions is None else regions.call
-        stream, memory = state
+        stream = state.stream
         if not stream.plan.changes_values:
             return LayerState(self._routed(stream, kwargs, call), None)
         depth = self._depth(state, kwargs.get(spec.cache_argument))
         if depth.cache.cache is not None or self._is_latent:
             kwargs = kwargs | {spec.cache_argument: depth.cache}
         stream = self._routed(stream, kwargs | {"depth": depth}, call)
-        return LayerState(stream, None if memory is None else memory.push(*depth.cache.mixed))
+        return LayerState(stream, depth.memory_after())
 
     def _regions_for(self, state: LayerState, kwargs: dict[str, Any]) -> Regions | None:
         """To call: none where a graph would have to know the layer, as of a cache it writes to, or
@@ -195,7 +195,7 @@ class RoutedLayer(nn.Module):
             paused = regions.call("projections", _project, self, structure, tensors, kwargs)
             depth = self._depth(state, None)
             kwargs = kwargs | {"depth": depth.resumed(self._attention, paused)}
-            memory = memory.push(*depth.cache.mixed)
+            memory = depth.memory_after()
         tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
         return LayerState(stream.with_tensors(tensors, stream.index + count), memory)
 

@@ -32,15 +32,48 @@ class DepthMemory:
         wanted = self.plan.depth[self.layer].sources
         if not wanted:
             return value
-        places = [self.held.index(layer) for layer in wanted]
-        keys = [*(self.keys[p] for p in places), key]
-        values = [*(self.values[p] for p in places), value]
+        keys, values = self._read(key, value)
         if self.observer is None:
             return ops.depth_attention_mix(query, keys, values, scaling=scaling)
         mixed, weights = ops.depth_attention_mix(
             query, keys, values, scaling=scaling, return_weights=True
         )
         return self.observer.on_depth_mix(self.layer, wanted, weights, values, mixed)
+
+    def mix_carried(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        *,
+        attends: bool = True,
+        keeps_mixed: bool = True,
+    ) -> tuple[ops.CarriedAttention, DepthMemory]:
+        """:meth:`mix` with what is read again handed on (:func:`~depthroute.ops.depth_attention`),
+        and this memory with what it holds handed on too: to be pushed onto in its place."""
+        row = self.plan.depth[self.layer]
+        if not row.sources or self.observer is not None:
+            mixed = self.mix(query, key, value, scaling)
+            return ops.CarriedAttention(mixed, query, key, [key], [mixed]), self
+        handed = ops.depth_attention_carried(
+            query,
+            *self._read(key, value),
+            [layer in row.kept for layer in (*row.sources, self.layer)],
+            scaling=scaling,
+            attends=attends,
+            keeps_mixed=keeps_mixed,
+        )
+        keys, values = list(self.keys), list(self.values)
+        for n, layer in enumerate(row.sources):
+            place = self.held.index(layer)
+            keys[place], values[place] = handed.keys[n], handed.values[n]
+        return handed, replace(self, keys=tuple(keys), values=tuple(values))
+
+    def _read(self, key: Tensor, value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of the layers that this one reads, self last."""
+        places = [self.held.index(layer) for layer in self.plan.depth[self.layer].sources]
+        return [*(self.keys[p] for p in places), key], [*(self.values[p] for p in places), value]
 
     def add(self, value: Tensor, weight: Tensor, first_weight: Tensor) -> Tensor:
         """The value of this layer beside that of the first, each times its number."""

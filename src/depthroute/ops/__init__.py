@@ -15,7 +15,12 @@ from depthroute.ops.backends import (
     record_backends,
 )
 from depthroute.ops.cross_entropy import linear_cross_entropy
-from depthroute.ops.depth_attention import depth_attention_mix, value_residual
+from depthroute.ops.depth_attention import (
+    CarriedAttention,
+    depth_attention_carried,
+    depth_attention_mix,
+    value_residual,
+)
 from depthroute.ops.group import depth_mix_group, depth_mix_group_carried
 from depthroute.ops.hyper import doubly_stochastic, hyper_read, hyper_write
 from depthroute.ops.mix import (
@@ -35,6 +40,7 @@ from depthroute.ops.static import static_mix
 __all__ = [
     "BackendChoice",
     "Boundary",
+    "CarriedAttention",
     "Mix",
     "Wants",
     "backend",
@@ -43,6 +49,7 @@ __all__ = [
     "choose",
     "compile_ahead",
     "compile_options",
+    "depth_attention_carried",
     "depth_attention_mix",
     "depth_boundary",
     "depth_mix",

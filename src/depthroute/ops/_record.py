@@ -215,13 +215,26 @@ class AttentionMix(NamedTuple):
 
 
 class AttentionBackward(NamedTuple):
-    grad: Tensor
+    grads: list[Tensor]
+    """One or two, whose sum is that of the mixed value."""
+    carried: list[Tensor]
+    """Gradients of query, keys and values from elsewhere, to be added."""
+    places: list[int]
+    """Of what each is: 0 is the query, the keys follow and then the values. The last key may be
+    there twice."""
     query: Tensor
     keys: list[Tensor]
     values: list[Tensor]
     kept: list[Tensor]
     """The second result of forward."""
     scaling: float
+
+    def arrived(self) -> list[list[Tensor]]:
+        """What is to be added, at every place."""
+        found: list[list[Tensor]] = [[] for _ in range(1 + 2 * len(self.keys))]
+        for place, grad in zip(self.places, self.carried, strict=True):
+            found[place].append(grad)
+        return found
 
 
 MixResults = tuple[Tensor, list[Tensor]]
@@ -238,8 +251,7 @@ AttentionResults = tuple[Tensor, list[Tensor]]
 """Mixed values [B, Hkv, T, dv], and what gives the weights [J, B, Hkv, T]: themselves (torch), or
 logits and their log-sum-exp [B, Hkv, T] (Triton)."""
 AttentionGradients = tuple[Tensor, list[Tensor], list[Tensor]]
-"""Of query, keys and values. All query heads of a KV head have the same gradient, which is there
-once [B, Hkv, T, d]."""
+"""Of query, keys and values, with what was carried."""
 
 
 def fake_mix(*arguments) -> MixResults:
@@ -312,7 +324,7 @@ def fake_attention_backward(*arguments) -> AttentionGradients:
         [k.new_empty(k.shape) for k in back.keys],
         [v.new_empty(v.shape) for v in back.values],
     )
-    return back.query.new_empty(back.keys[0].shape), dkeys, dvalues
+    return back.query.new_empty(back.query.shape), dkeys, dvalues
 
 
 def fake_attention_triton_backward(*arguments) -> AttentionGradients:
@@ -320,12 +332,11 @@ def fake_attention_triton_backward(*arguments) -> AttentionGradients:
 
 
 def attention_gradients(back: AttentionBackward) -> AttentionGradients:
-    """Where the kernel writes: like keys and values, if those are all alike."""
+    """Where the kernel writes: as query, keys and values lie, if those of all layers are alike. So
+    a compiled graph, whose results they are, takes their gradients: it would copy any others."""
     is_alike = _are_alike(back.keys) and _are_alike(back.values)
     made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
-    dkeys = [made(k) for k in back.keys]
-    dquery = torch.empty_like(dkeys[-1], dtype=back.query.dtype)
-    return dquery, dkeys, [made(v) for v in back.values]
+    return rows_like(back.query), [made(k) for k in back.keys], [made(v) for v in back.values]
 
 
 def rows_like(tensor: Tensor) -> Tensor:

@@ -352,19 +352,43 @@ def attention_forward(mix: AttentionMix) -> tuple[Tensor, list[Tensor]]:
 
 @_unrounded
 def attention_backward(back: AttentionBackward) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    grad, query, keys, values, (alpha,), scaling = back
+    query, keys, values, (alpha,), scaling = back[3:]
     dtype = wide(query.dtype)
-    dout = grad.to(dtype)
+    dout, *others = (_as(grad, dtype) for grad in back.grads)
+    for other in others:
+        dout = dout + other
+    arrived = back.arrived()
+    of_query, of_keys, of_values = arrived[0], arrived[1 : 1 + len(keys)], arrived[1 + len(keys) :]
     qbar = _grouped_mean(query.to(dtype), keys[0].shape[1])
     u = torch.stack([torch.linalg.vecdot(dout, v.to(dtype)) for v in values])
     dlogits = (alpha * (u - (alpha * u).sum(0))).mul_(scaling)
     dqbar = torch.zeros_like(qbar)
     dkeys, dvalues = [], []
-    for weight, ds, key, value in zip(alpha, dlogits, keys, values, strict=True):
-        dqbar.addcmul_(ds.unsqueeze(-1), key.to(dtype))
-        dkeys.append((ds.unsqueeze(-1) * qbar).to(key.dtype))
-        dvalues.append((weight.unsqueeze(-1) * dout).to(value.dtype))
-    return dqbar.div_(query.shape[1] // keys[0].shape[1]).to(query.dtype), dkeys, dvalues
+    weights, dlogits = alpha.unsqueeze(-1).unbind(), dlogits.unsqueeze(-1).unbind()
+    for weight, ds, key, value, of_key, of_value in zip(
+        weights, dlogits, keys, values, of_keys, of_values, strict=True
+    ):
+        dqbar.addcmul_(ds, key.to(dtype))
+        dkeys.append(_product_and_rest(ds, qbar, of_key, key))
+        dvalues.append(_product_and_rest(weight, dout, of_value, value))
+    dquery = torch.empty_like(query, dtype=dtype)
+    groups, repeats = dqbar.shape[1], query.shape[1] // dqbar.shape[1]
+    dquery.unflatten(1, (groups, repeats)).copy_(dqbar.div_(repeats).unsqueeze(2))
+    for other in of_query:
+        dquery.add_(other)
+    return _as(dquery, query.dtype), dkeys, dvalues
+
+
+def _product_and_rest(a: Tensor, b: Tensor, rest: Sequence[Tensor], like: Tensor) -> Tensor:
+    """``a * b`` and the ``rest`` added to it, lying in memory as ``like`` does."""
+    total = torch.empty_like(like, dtype=a.dtype)
+    if not rest:
+        torch.mul(a, b, out=total)
+    else:
+        torch.addcmul(_as(rest[0], a.dtype), a, b, out=total)
+    for other in rest[1:]:
+        total.add_(other)
+    return _as(total, like.dtype)
 
 
 def _grouped_mean(query: Tensor, groups: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Depth-attention value mixing at KV resolution: one program mixes BR rows (token, KV head).
 
 Forward reads the query heads once, each layer's key and value once, and writes the mixed value;
-saved are the logits and their log-sum-exp. Backward writes every gradient once, that of the R query
-heads of a KV head, which is the same for all of them, as one. Tensors keep their strides, so the
+saved are the logits and their log-sum-exp. Backward writes every gradient once, with whatever came
+for it from elsewhere added before it is rounded: attention over time reads the query, the key and
+the mixed value too, and later layers the keys and values. Tensors keep their strides, so the
 transposed views that attention modules make are read in place.
 
 A few layers (COUNT of them) come as kernel arguments and the loop over them is unrolled: their
@@ -18,6 +19,8 @@ import triton.language as tl
 
 from depthroute.ops._triton.blocks import pointers
 
+HELD_HEADS = tl.constexpr(8)
+"""Gradients of query heads that a program has registers for."""
 SIZES = ["rows", "T", "J"]  # a size of 1 must not become a constant, nor each size a kernel
 
 
@@ -53,6 +56,12 @@ def _mixed(b_q, b_k, b_v, b_acc, b_top, b_total, p_logit, m_row):
     b_keep, b_weight = tl.exp(b_top - b_new), tl.exp(b_logit - b_new)
     b_acc = b_acc * b_keep + b_weight * b_v.to(tl.float32)
     return b_acc, b_new, b_total * b_keep + b_weight
+
+
+@triton.jit
+def _carried(p, o, m):
+    """What came for a gradient from elsewhere; where nothing did, its address is 0."""
+    return tl.load(p + o, m & (p.to(tl.int64) != 0), 0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -128,11 +137,16 @@ def attention_backward_kernel(
     p_values,
     p_dkeys,
     p_dvalues,
+    p_ckeys,
+    p_cvalues,
     p_query,
     p_grad,
     p_logits,
     p_lse,
     p_dquery,
+    p_cquery,
+    p_ckey,
+    p_cmixed,
     rows,
     T,
     J,
@@ -158,6 +172,21 @@ def attention_backward_kernel(
     dv_b,
     dv_h,
     dv_t,
+    cks_b,
+    cks_h,
+    cks_t,
+    cvs_b,
+    cvs_h,
+    cvs_t,
+    cq_b,
+    cq_h,
+    cq_t,
+    ck_b,
+    ck_h,
+    ck_t,
+    cm_b,
+    cm_h,
+    cm_t,
     HEADS: tl.constexpr,
     R: tl.constexpr,
     DK: tl.constexpr,
@@ -183,11 +212,22 @@ def attention_backward_kernel(
     o_value = i_batch * v_b + i_head * v_h + i_token * v_t + o_v
     o_dkey = i_batch * dk_b + i_head * dk_h + i_token * dk_t + o_d
     o_dvalue = i_batch * dv_b + i_head * dv_h + i_token * dv_t + o_v
+    o_ckeys = i_batch * cks_b + i_head * cks_h + i_token * cks_t + o_d
+    o_cvalues = i_batch * cvs_b + i_head * cvs_h + i_token * cvs_t + o_v
+    o_cquery = i_batch * cq_b + i_head * R * cq_h + i_token * cq_t + o_d
+    o_ckey = i_batch * ck_b + i_head * ck_h + i_token * ck_t + o_d
     o_grad = i_batch * g_b + i_head * g_h + i_token * g_t + o_v
     b_dx = tl.load(p_grad + o_grad, m_v, 0.0).to(tl.float32)
+    if p_cmixed is not None:
+        o_cmixed = i_batch * cm_b + i_head * cm_h + i_token * cm_t + o_v
+        b_dx += tl.load(p_cmixed + o_cmixed, m_v, 0.0).to(tl.float32)
     b_lse = tl.load(p_lse + o_stat, m_row, 0.0)
     b_delta = tl.zeros([BR, 1], tl.float32)
     b_dq = tl.zeros([BR, BD], tl.float32)
+    heads = ()  # before anything is stored: no load is to wait behind a store
+    if p_cquery is not None and R <= HELD_HEADS:
+        for r in tl.static_range(R):
+            heads = heads + (tl.load(p_cquery + o_cquery + r * cq_h, m_d, 0.0),)
     if COUNT > 0:
         us, alphas = (), ()
         for j in tl.static_range(COUNT):
@@ -197,11 +237,21 @@ def attention_backward_kernel(
             b_alpha = tl.exp(b_logit - b_lse)
             b_delta += b_alpha * b_u
             us, alphas = us + (b_u,), alphas + (b_alpha,)
+        dkeys, dvalues = (), ()
         for j in tl.static_range(COUNT):
             b_ds = alphas[j] * (us[j] - b_delta) * scaling
             b_dq += b_ds * tl.load(p_keys[j] + o_key, m_d, 0.0).to(tl.float32)
-            tl.store(p_dvalues[j] + o_dvalue, (alphas[j] * b_dx).to(VALUE_DTYPE), m_v)
-            tl.store(p_dkeys[j] + o_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
+            b_dk, b_dv = b_ds * b_q, alphas[j] * b_dx
+            if p_ckeys is not None:
+                b_dk += _carried(p_ckeys[j], o_ckeys, m_d)
+            if p_cvalues is not None:
+                b_dv += _carried(p_cvalues[j], o_cvalues, m_v)
+            if p_ckey is not None and j == COUNT - 1:
+                b_dk += tl.load(p_ckey + o_ckey, m_d, 0.0).to(tl.float32)
+            dkeys, dvalues = dkeys + (b_dk.to(KEY_DTYPE),), dvalues + (b_dv.to(VALUE_DTYPE),)
+        for j in tl.static_range(COUNT):
+            tl.store(p_dvalues[j] + o_dvalue, dvalues[j], m_v)
+            tl.store(p_dkeys[j] + o_dkey, dkeys[j], m_d)
     else:
         for j in range(J):
             b_v = tl.load(_address(p_values, j, VALUE_DTYPE) + o_value, m_v, 0.0)
@@ -217,9 +267,24 @@ def attention_backward_kernel(
             b_alpha = tl.exp(b_logit - b_lse)
             b_ds = b_alpha * (b_u - b_delta) * scaling
             b_dq += b_ds * b_k.to(tl.float32)
+            b_dk, b_dv = b_ds * b_q, b_alpha * b_dx
+            if p_ckeys is not None:
+                b_dk += _carried(_address(p_ckeys, j, KEY_DTYPE), o_ckeys, m_d)
+            if p_cvalues is not None:
+                b_dv += _carried(_address(p_cvalues, j, VALUE_DTYPE), o_cvalues, m_v)
+            if p_ckey is not None:
+                b_dk += tl.load(p_ckey + o_ckey, m_d & (i == 0), 0.0).to(tl.float32)
             p_dvalue = _address(p_dvalues, j, VALUE_DTYPE) + o_dvalue
             p_dkey = _address(p_dkeys, j, KEY_DTYPE) + o_dkey
-            tl.store(p_dvalue, (b_alpha * b_dx).to(VALUE_DTYPE), m_v)
-            tl.store(p_dkey, (b_ds * b_q).to(KEY_DTYPE), m_d)
-    o_dquery = i_batch * dq_b + i_head * dq_h + i_token * dq_t
-    tl.store(p_dquery + o_dquery + o_d, (b_dq / R).to(p_dquery.dtype.element_ty), m_d)
+            tl.store(p_dvalue, b_dv.to(VALUE_DTYPE), m_v)
+            tl.store(p_dkey, b_dk.to(KEY_DTYPE), m_d)
+    b_dq /= R  # the same for all query heads of a KV head
+    o_dquery = i_batch * dq_b + i_head * R * dq_h + i_token * dq_t + o_d
+    for r in tl.static_range(R):
+        b_head = b_dq
+        if p_cquery is not None:
+            if R <= HELD_HEADS:
+                b_head += heads[r].to(tl.float32)
+            else:
+                b_head += tl.load(p_cquery + o_cquery + r * cq_h, m_d, 0.0).to(tl.float32)
+        tl.store(p_dquery + o_dquery + r * dq_h, b_head.to(p_dquery.dtype.element_ty), m_d)

@@ -23,8 +23,8 @@ from depthroute.ops._triton.attention import attention_backward_kernel, attentio
 from depthroute.ops.private.launcher import Prepared, kinds
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(s for tensor in tensors for s in tensor.stride()[:3])
+def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(s for t in tensors for s in ((0, 0, 0) if t is None else t.stride()[:3]))
 
 
 def _readable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -38,6 +38,24 @@ def _readable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         else:
             return tensors
     return [layout.aligned(t) for t in tensors]
+
+
+def _readable_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first, if there is any."""
+    return _readable(tensors[:1])[0] if tensors else None
+
+
+def _carried(
+    arrived: Sequence[Sequence[Tensor]], like: Tensor
+) -> tuple[Sequence[Tensor] | None, Tensor | None]:
+    """The first of each, with an empty tensor, which is at address 0, where there is none; and one
+    that has their strides. None if none came at all."""
+    came = [grads[0] for grads in arrived if grads]
+    if not came:
+        return None, None
+    came, nothing = _readable(came), like.new_empty(0)
+    found = iter(came)
+    return [next(found) if grads else nothing for grads in arrived], came[0]
 
 
 MAX_ARGUMENTS = 8
@@ -62,11 +80,11 @@ def plan(
     query: torch.dtype,
     key: torch.dtype,
     value: torch.dtype,
-    others: tuple[torch.dtype, ...],
+    others: tuple[torch.dtype | None, ...],
     strides: tuple[int, ...],
 ) -> Plan:
-    """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of the gradient and
-    of what forward kept, ``strides`` their :func:`kinds`."""
+    """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of further tensors
+    and lists, as far as they are there, ``strides`` their :func:`kinds`."""
     launch = layout.changed(layout.attention_launch(key_width, value_width), forced)
     run = Prepared(
         attention_backward_kernel if is_backward else attention_forward_kernel,
@@ -86,20 +104,22 @@ def plan(
 
 
 def _launch(
-    lists: Sequence[Sequence[Tensor]],
+    lists: Sequence[Sequence[Tensor] | None],
     query: Tensor,
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     sizes: tuple[int, int, int],
     scaling: float,
     strides: tuple[int, ...],
 ) -> None:
-    """``lists``: keys, values and, in backward, their gradients."""
-    key, value, num_layers = lists[0][0], lists[1][0], len(lists[0])
+    """``lists``: keys, values and, in backward, their gradients and what was carried."""
+    keys, values, *further = lists
+    assert keys is not None and values is not None
+    key, value, num_layers = keys[0], values[0], len(keys)
     (_, heads, _, key_width), value_width = key.shape, value.shape[-1]
     is_few = num_layers <= MAX_ARGUMENTS
     found = plan(
         layout.forced_changes("attention"),
-        len(lists) > 2,
+        bool(further),
         num_layers if is_few else 0,
         heads,
         query.shape[1],
@@ -108,10 +128,13 @@ def _launch(
         query.dtype,
         key.dtype,
         value.dtype,
-        tuple([t.dtype for t in tensors]),
+        tuple([t if t is None else t.dtype for t in (*tensors, *(t and t[0] for t in further))]),
         kinds(strides),
     )
-    first: Any = () if is_few else layout.pack(lists, query)
+    first: Any = ()
+    if not is_few:
+        tables = iter(layout.pack([t for t in lists if t is not None], query))
+        first = [None if t is None else next(tables) for t in lists]
     found.run(
         -(-sizes[0] // found.rows),
         lists if is_few else (),
@@ -142,18 +165,26 @@ def attention_forward(mix: AttentionMix) -> AttentionResults:
 
 
 def attention_backward(back: AttentionBackward) -> AttentionGradients:
-    grad, query, keys, values, (logits, lse), scaling = back
+    query, keys, values, (logits, lse), scaling = back[3:]
     dquery, dkeys, dvalues = attention_gradients(back)
     if lse.numel() == 0:
         return dquery, dkeys, dvalues
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
-    (grad,) = _readable([grad])
+    (grad,), of_mixed = _readable(back.grads[:1]), _readable_one(back.grads[1:])
+    count, arrived = len(keys), back.arrived()
+    # that of the own key comes from attention over time, in whatever order that writes
+    of_query, of_key = _readable_one(arrived[0]), _readable_one(arrived[count])
+    of_keys, keys_like = _carried([*arrived[1:count], arrived[count][1:]], keys[0])
+    of_values, values_like = _carried(arrived[1 + count :], values[0])
     _launch(
-        (keys, values, dkeys, dvalues),
+        (keys, values, dkeys, dvalues, of_keys, of_values),
         query,
-        (grad, logits, lse, dquery),
-        (lse.numel(), keys[0].shape[2], len(keys)),
+        (grad, logits, lse, dquery, of_query, of_key, of_mixed),
+        (lse.numel(), keys[0].shape[2], count),
         scaling,
-        _strides(query, keys[0], values[0], grad, dquery, dkeys[0], dvalues[0]),
+        _strides(
+            *(query, keys[0], values[0], grad, dquery, dkeys[0], dvalues[0]),
+            *(keys_like, values_like, of_query, of_key, of_mixed),
+        ),
     )
     return dquery, dkeys, dvalues
