@@ -99,6 +99,7 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
             HAS_PARTIAL=mix.partial is not None,
             READS_LAST=mix.reads_last,
             WRITES_X=mix.keeps_x,
+            KEEPS_Y=mix.keeps_y,
             STAGES=launch.stages,
             **flags,
             **shape,
@@ -124,7 +125,7 @@ def mix_forward(mix: Mix) -> MixResults:
     example, width, count = mix.example, query.shape[0], len(sources) + mix.reads_last
     fits = _record.fits(count, width, (sources[0] if sources else example).element_size())
     plan = forward_plan(fits, layout.forced_changes("mix"), width, mix.dtypes())
-    if not keeps_x and not plan.is_resident:
+    if (mix.keeps_y or not keeps_x) and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
     rows = _rows_like(example, mix.dtype)
     x, y = rows if keeps_x else None, None
@@ -227,6 +228,7 @@ def backward_plan(
             WRITES_OUTPUT=back.writes_output,
             HAS_X=back.x is not None,
             MIXES_AGAIN=back.mixes_again,
+            FROM_Y=back.from_y,
             READS_LAST=back.reads_last,
             STAGES=launch.stages,
             **flags,
@@ -279,8 +281,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
     fits = count > 0 and _record.fits(count, width, sources[0].element_size())
     changes = layout.forced_changes("mix")
     plan = backward_plan(fits, changes, width, stats_width, back.dtypes())
-    if back.mixes_again and not plan.is_resident:
-        raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
+    if (back.mixes_again or back.from_y) and not plan.is_resident:
+        raise DepthrouteError("backward can only do without x where its sources are held; keep it")
     given = [t for t in back.tensors if t is not None]
     if not are_aligned([*sources, *back.carried, *back.grads_y, *given]):
         grads_y, carried, sources = (

@@ -72,6 +72,25 @@ def product(a, b, NT: tl.constexpr):
 
 
 @triton.jit
+def over(a, b, NT: tl.constexpr):
+    tiles = ()
+    for j in tl.static_range(NT):
+        tiles = tiles + (a[j] / b[j],)
+    return tiles
+
+
+@triton.jit
+def off_zero(a, NT: tl.constexpr):
+    """With 2^-60 for what is nearer to zero: the product with it has lost nothing of the other
+    factor, in dtypes with the exponents of fp32."""
+    LEAST: tl.constexpr = 2.0**-60
+    tiles = ()
+    for j in tl.static_range(NT):
+        tiles = tiles + (tl.where(tl.abs(a[j]) < LEAST, LEAST, a[j]),)
+    return tiles
+
+
+@triton.jit
 def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
