@@ -14,6 +14,8 @@ from torch import Tensor
 
 NUM_TENSORS = 7
 """Of a mix, besides its sources."""
+LEAST_GAIN = 2.0**-60
+"""The product with it has lost nothing of the other factor, in dtypes with fp32's exponents."""
 dtype_of: Callable[[Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
 """For map(), which is faster than a comprehension."""
 
@@ -51,7 +53,7 @@ class Mix(NamedTuple):
     keeps_x: bool = True
     keeps_y: bool = False
     """Whether backward takes the norm's input from y. No gain may hide it there, so that one nearer
-    to zero than 2^-60 counts as that."""
+    to zero than ``LEAST_GAIN`` counts as that."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

@@ -99,7 +99,6 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
             HAS_PARTIAL=mix.partial is not None,
             READS_LAST=mix.reads_last,
             WRITES_X=mix.keeps_x,
-            KEEPS_Y=mix.keeps_y,
             STAGES=launch.stages,
             **flags,
             **shape,
@@ -155,7 +154,7 @@ def _held_forward(
         layout.num_programs(plan.launch, tokens, stats.device),
         (sources,),
         (*given, x, y, state, last, stats),
-        (tokens, mix.eps, mix.scale, mix.norm_eps),
+        (tokens, mix.eps, mix.scale, mix.norm_eps, _record.LEAST_GAIN if mix.keeps_y else 0.0),
     )
     return [t for t in (x, y, state, last) if t is not None]
 
@@ -313,7 +312,7 @@ def _held_backward(
             *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, stats),
             *(dstate, doutput, dprior, dprior_lse, partial),
         ),
-        (tokens, back.scale),
+        (tokens, back.scale, _record.LEAST_GAIN),
     )
 
 

@@ -66,6 +66,7 @@ def resident_forward_kernel(
     eps,
     scale,
     norm_eps,
+    least_gain,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -78,7 +79,6 @@ def resident_forward_kernel(
     HAS_PRIOR: tl.constexpr,
     HAS_NORM: tl.constexpr,
     WRITES_X: tl.constexpr,
-    KEEPS_Y: tl.constexpr,
     OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
@@ -88,7 +88,7 @@ def resident_forward_kernel(
     GPU: tl.constexpr,
 ):
     """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
-    ``KEEPS_Y``: backward will take the norm's input from y."""
+    ``least_gain``: what gains nearer to zero count as, which may be 0."""
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
     LOADED: tl.constexpr = S - 1 if READS_LAST else S
@@ -100,8 +100,7 @@ def resident_forward_kernel(
     b_q = load_row(p_query, H, DH, HB, BC, NT)
     if HAS_NORM:
         b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
-        if KEEPS_Y:
-            b_w = off_zero(b_w, NT)
+        b_w = off_zero(b_w, least_gain, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
@@ -218,6 +217,7 @@ def resident_backward_kernel(
     p_dweights,
     N,
     scale,
+    least_gain,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -258,7 +258,7 @@ def resident_backward_kernel(
     if HAS_NORM:
         b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
         if FROM_Y:
-            b_w = off_zero(b_w, NT)
+            b_w = off_zero(b_w, least_gain, NT)
     b_dq = zero_row(HB, BC, NT)
     b_dw = zero_row(HB, BC, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs

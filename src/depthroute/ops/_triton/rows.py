@@ -80,13 +80,11 @@ def over(a, b, NT: tl.constexpr):
 
 
 @triton.jit
-def off_zero(a, NT: tl.constexpr):
-    """With 2^-60 for what is nearer to zero: the product with it has lost nothing of the other
-    factor, in dtypes with the exponents of fp32."""
-    LEAST: tl.constexpr = 2.0**-60
+def off_zero(a, least, NT: tl.constexpr):
+    """With ``least`` for what is nearer to zero."""
     tiles = ()
     for j in tl.static_range(NT):
-        tiles = tiles + (tl.where(tl.abs(a[j]) < LEAST, LEAST, a[j]),)
+        tiles = tiles + (tl.where(tl.abs(a[j]) < least, least, a[j]),)
     return tiles
 
 
