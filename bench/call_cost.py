@@ -49,7 +49,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     ns = torch.ops.depthroute
     sources, output, state, partial = [rows() for _ in range(SOURCES)], rows(), rows(), rows()
     query, weight = torch.randn(WIDTH, device=device), torch.ones(WIDTH, device=device)
-    options = 1e-6, 1, False, False, 0.5, 1e-6, torch.bfloat16, False, False
+    options = 1e-6, 1, False, False, 0.5, 1e-6, torch.bfloat16, False, False, True
 
     def forward():
         return ns.depth_mix_triton.default(
@@ -57,14 +57,14 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         )
 
     made = forward()
-    stats, (_, pushed, last) = made
+    stats, (y, _, last) = made
     carried = [rows() for _ in range(SOURCES + 1)]
     grads = None, [rows()], rows(), None
 
     def backward():
         return ns.depth_mix_triton_backward.default(
-            *grads, carried, [*sources, last], query, None, None, weight, pushed, None, stats,
-            1, False, False, 0.5, True, True, True, torch.bfloat16,
+            *grads, carried, [*sources, last], query, None, None, weight, y, None, stats,
+            1, False, False, 0.5, True, True, False, True, torch.bfloat16,
         )  # fmt: skip
 
     heads = 4, 2, TOKENS, 64

@@ -101,6 +101,10 @@ def test_taking_delta_from_the_mix_keeps_the_error_budget(width, monkeypatch):
         BoundaryCase(2, 31, 1024, partial=False, prior=True),
         BoundaryCase(3, 1, 1024),
         BoundaryCase(33, 15, 1024),
+        *(BoundaryCase(3, 63, 1024, dtype=dtype, gains=True) for dtype in (bf16, fp16, fp32)),
+        BoundaryCase(3, 31, 4096, reads_last=False, gains=True),
+        BoundaryCase(2, 31, 1000, heads=5, adds_sources=True, gains=True),
+        BoundaryCase(2, 31, 1024, partial=False, prior=True, gains=True),
     ],
     ids=str,
 )
@@ -231,7 +235,7 @@ def test_it_compiles_into_one_graph(sources):
 def test_the_registered_ops_pass_opcheck():
     sources, query = draw(3, 5, 96)
     sources, query = [s.detach() for s in sources], query.detach()
-    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16, False, True)
+    options = (1e-6, 4, False, False, 1.0, 1e-6, bf16, False, True, False)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton.default,
         (sources, query, *[None] * 6, False, *options),

@@ -152,6 +152,8 @@ class BoundaryCase:
     scale: float = 1.0
     adds_sources: bool = False
     returns_last: bool = True
+    gains: bool = False
+    """Whether the norm's are of any size and sign, some of them zero."""
 
     def inputs(self, device: str) -> dict[str, Tensor]:
         def draw() -> Tensor:
@@ -164,6 +166,12 @@ class BoundaryCase:
         made["key weight"] = torch.rand(self.width, device=device) + 0.5
         if self.norm:
             made["norm weight"] = torch.rand(self.width, device=device) + 0.5
+        if self.gains:
+            weight = 10 ** (4 * torch.rand(self.width, device=device) - 3)
+            weight[::3] *= -1
+            for start, gain in enumerate((0.0, -0.0, 1e-30, -1e-12)):
+                weight[start::17] = gain
+            made["norm weight"] = weight
         if self.prior:
             made["prior"] = draw()
             made["prior lse"] = torch.randn(self.tokens, self.heads, device=device) + 1

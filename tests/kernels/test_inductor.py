@@ -154,13 +154,13 @@ def test_parts_of_a_gradient_are_their_sum_rounded_once(sources, width, dtype):
     query, weight = torch.randn(width) / width**0.5, torch.rand(width)
     stats, (x, *_) = torch.ops.depthroute.depth_mix_triton.default(
         rows[:sources], query, None, None, None, weight, None, None, False, 1e-6, 1, False, 0, 1.0,
-        1e-6, dtype, False, True,
+        1e-6, dtype, False, True, False,
     )  # fmt: skip
 
     def gradients(grads):
         dsources, dweights, _ = backward(
             rows[-1], grads, None, None, [], rows[:sources], query, None, None, weight, x, None,
-            stats, 1, False, 0, 1.0, False, False, False, None,
+            stats, 1, False, 0, 1.0, False, False, False, False, None,
         )  # fmt: skip
         return [*dsources, dweights]
 

@@ -2,7 +2,7 @@
 
 Triton decides at import whether to interpret, so in an ordinary test process this file only starts
 others with TRITON_INTERPRET=1, which run the tests marked ``interpreter``: most of those below,
-and those of test_tuning and test_inductor.
+and those of test_tuning, test_inductor and test_kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.parametrize("names", [["kernels_interpreter"], ["tuning", "inductor"]])
+@pytest.mark.parametrize("names", [["kernels_interpreter"], ["tuning", "inductor"], ["kept"]])
 def test_every_kernel_agrees_with_its_definition_in_the_interpreter(names):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     for variable in [n for n in environment if n.startswith("PYTEST_")]:
@@ -104,6 +104,10 @@ BOUNDARY = [
     BoundaryCase(2, 2, 96, reads_last=False, norm=False, prior=True, dtype=fp32),
     BoundaryCase(3, 2, 640),
     BoundaryCase(2, 2, 1152, heads=4, state=False, prior=True),
+    *(BoundaryCase(3, 5, 96, dtype=dtype, gains=True) for dtype in (bf16, fp16, fp32)),
+    BoundaryCase(2, 3, 200, heads=4, partial=False, reads_last=False, gains=True),
+    BoundaryCase(2, 3, 200, adds_sources=True, gains=True),
+    BoundaryCase(1, 3, 96, prior=True, gains=True),
 ]
 
 
@@ -272,13 +276,13 @@ def test_the_registered_ops_pass_opcheck():
     query = torch.randn(96)
     none = (None, None, None)
     options = (1e-6, 2, False, False, 1.0, 1e-6, torch.float32, False)
-    arguments = (sources, query, *none, None, None, None, False, *options, True)
+    arguments = (sources, query, *none, None, None, None, False, *options, True, False)
     torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
     weight = torch.rand(96)
     output, state, partial = (torch.randn(3, 96) for _ in range(3))
-    for keeps_x in (True, False):
+    for keeps_x, keeps_y in ((True, False), (False, False), (False, True)):
         pushed = (weight, output, partial, True)
-        arguments = (sources, query, state, None, None, *pushed, *options, keeps_x)
+        arguments = (sources, query, state, None, None, *pushed, *options, keeps_x, keeps_y)
         torch.library.opcheck(torch.ops.depthroute.depth_mix_triton.default, arguments)
 
 
@@ -305,23 +309,23 @@ def test_the_ops_of_depth_attention_and_phase_one_pass_opcheck():
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("prior", [False, True])
-@pytest.mark.parametrize("mixes_again", [False, True])
+@pytest.mark.parametrize("kept", ["x", "state", "y"])
 @pytest.mark.parametrize("shape", [(3, 96), (2, 3, 96)])
-def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, mixes_again):
+def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, kept):
     given = [torch.randn(shape) for _ in range(9)]
     query, weight = torch.randn(96), torch.rand(96)
     before = (given[8], torch.randn(*shape[:-1], 2)) if prior else (None, None)
     options = (1e-6, 2, False, False, 0.5, 1e-6, torch.float32, False)
-    stats, (x, _, state, last) = torch.ops.depthroute.depth_mix_triton.default(
-        given[:2], query, given[2], *before, weight, given[3], given[4], True, *options, True
+    stats, (x, y, state, last) = torch.ops.depthroute.depth_mix_triton.default(
+        given[:2], query, given[2], *before, weight, given[3], given[4], True, *options, True, False
     )
-    kept = state if mixes_again else x
-    flags = (True, True, mixes_again, torch.float32)
+    flags = (True, True, kept == "state", kept == "y", torch.float32)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton_backward.default,
         (
             *(None, given[5:7], given[6], None, [given[7]] * 3, [*given[:2], last], query, *before),
-            *(weight, kept, None, stats, 2, False, False, 0.5, *flags),
+            *(weight, {"x": x, "state": state, "y": y}[kept], None, stats),
+            *(2, False, False, 0.5, *flags),
         ),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tests.support import plain_model
+from tests.families import FAMILIES, family_model
+from tests.support import plain_model, tokens
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
@@ -12,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import depthroute as dr
 from depthroute.models.architecture import rms_norm_offset
+from depthroute.models.routed import RoutedLayer
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,28 @@ def test_a_norm_that_is_more_than_its_class_is_called(change):
     assert layer._kernel_norm(sublayer).weight is layer.input_layernorm.weight
     change(layer.input_layernorm)
     assert layer._kernel_norm(sublayer) is None
+
+
+def test_a_norm_before_a_sublayer_that_writes_into_its_input_is_called():
+    for noise in (0.0, 0.1):
+        plain = family_model("mixtral", num_hidden_layers=2, router_jitter_noise=noise)
+        layer = dr.convert(plain, DELTA).model.layers[1]
+        assert layer._kernel_norm(layer.architecture.attention) is not None
+        assert (layer._kernel_norm(layer.architecture.mlp) is None) == (noise > 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_sublayer_writes_into_what_a_kernel_may_need_again(family):
+    routed = dr.convert(family_model(family), DELTA).train()
+    seen = []
+
+    def before(module, args, kwargs):
+        x = args[0] if args else kwargs["hidden_states"]
+        seen.append((x, x._version))
+
+    for layer in (m for m in routed.modules() if isinstance(m, RoutedLayer)):
+        for sublayer in (layer.architecture.attention, layer.architecture.mlp):
+            sublayer.of(layer).register_forward_pre_hook(before, with_kwargs=True)
+    routed(tokens(1, 9))
+    assert len(seen) >= 4
+    assert all(x._version == version for x, version in seen)

@@ -32,6 +32,9 @@ class Sublayer:
     """The name under which the family hands the module what it reads, which its hooks see."""
     instead: str | None = None
     """The module's name in layers of another kind, as those with linear attention."""
+    noise: str | None = None
+    """Configuration attribute of a noise that the module writes into what it reads: kernels that
+    take a norm's gradient from what it gave cannot apply that norm."""
 
     def of(self, layer: nn.Module) -> nn.Module:
         modules: Any = layer._modules
@@ -241,7 +244,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             parallel=True,
             logit_scale="logit_scale",
         ),
-        Architecture("mixtral", "MixtralForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture(
+            "mixtral",
+            "MixtralForCausalLM",
+            attention=PRE_NORM["attention"],
+            mlp=replace(PRE_NORM["mlp"], noise="router_jitter_noise"),
+            has_experts=True,
+        ),
         Architecture("qwen3_moe", "Qwen3MoeForCausalLM", has_experts=True, **PRE_NORM),
         Architecture("gpt_oss", "GptOssForCausalLM", has_experts=True, **PRE_NORM),
         Architecture(

@@ -181,6 +181,8 @@ class RoutedLayer(nn.Module):
         offset = self.norm_offsets.get(type(module))
         if offset is None or not is_as_its_class(module):
             return None
+        if sublayer.noise is not None and getattr(self.decoder_config, sublayer.noise):
+            return None
         weight = module._parameters["weight"]
         if hasattr(weight, "device_mesh"):
             return None

@@ -56,7 +56,8 @@ class PreNorm(NamedTuple):
 
     apply: Callable[[Tensor], Tensor]
     weight: Tensor | None = None
-    """The factor of an RMSNorm, which the kernels can then apply; None leaves it to ``apply``."""
+    """The factor of an RMSNorm, which the kernels can then apply; None leaves it to ``apply``. They
+    may need what they gave for backward, so that a sublayer must not write into it."""
     eps: float = 0.0
 
 

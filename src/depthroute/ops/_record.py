@@ -14,6 +14,8 @@ from torch import Tensor
 
 NUM_TENSORS = 7
 """Of a mix, besides its sources."""
+LEAST_GAIN = 2.0**-60
+"""The product with it has lost nothing of the other factor, in dtypes with fp32's exponents."""
 dtype_of: Callable[[Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"].__get__
 """For map(), which is faster than a comprehension."""
 
@@ -49,6 +51,9 @@ class Mix(NamedTuple):
     keeps_low: bool = False
     """Whether the bits of x that ``dtype`` has no room for are a result too."""
     keeps_x: bool = True
+    keeps_y: bool = False
+    """Whether backward takes the norm's input from y. No gain may hide it there, so that one nearer
+    to zero than ``LEAST_GAIN`` counts as that."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -65,8 +70,8 @@ class Mix(NamedTuple):
     def with_query(self, query: Tensor) -> Mix:
         return Mix._make((self.sources, query, *self[2:]))
 
-    def keeping(self, *, low: bool, x: bool) -> Mix:
-        return Mix._make((*self[:16], low, x))
+    def keeping(self, *, low: bool, x: bool, y: bool) -> Mix:
+        return Mix._make((*self[:16], low, x, y))
 
     def dtypes(self) -> Mix:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
@@ -143,8 +148,8 @@ class MixBackward(NamedTuple):
     prior_lse: Tensor | None
     norm_weight: Tensor | None
     x: Tensor | None
-    """Needed by a norm, and with ``low`` where delta is taken from it; where a backward mixes
-    again, the state that the mix is added to, if there is one."""
+    """Needed by a norm, and with ``low`` where delta is taken from it. In its place, if ``from_y``,
+    y; where a backward mixes again, the state that the mix is added to, if there is one."""
     low: Tensor | None
     stats: Tensor
     heads: int
@@ -155,6 +160,7 @@ class MixBackward(NamedTuple):
     writes_output: bool
     """Whether the output's gradient is another than the state's or the last source's."""
     mixes_again: bool
+    from_y: bool
     state_dtype: torch.dtype | None
     """Of the residual's gradient, where it is not simply that of x."""
 
@@ -394,9 +400,15 @@ def keeps_low_bits(mix: Mix) -> bool:
     return itemsize != 4 and not fits(mix.num_read, mix.query.shape[0], itemsize)
 
 
-def mixes_again(mix: Mix) -> bool:
+def does_without_x(mix: Mix) -> bool:
     """Whether the gradient of a boundary's norm can do without x, because both directions hold all
-    of its sources: then backward mixes them again, which costs no traffic."""
+    of its sources: then backward takes it from y or mixes again, which costs no traffic."""
     rows = *mix.sources, mix.output, mix.partial, mix.residual, mix.prior
     alike = all(row is None or row.dtype == mix.dtype for row in rows)
     return alike and fits(mix.num_read, mix.query.shape[0], mix.dtype.itemsize)
+
+
+def from_y(mix: Mix) -> bool:
+    """Whether that is y: the sublayer keeps it anyway, and nobody the state that mixing again would
+    need. fp16 has not the exponents for what a small gain leaves of x."""
+    return mix.residual is not None and mix.dtype != torch.float16

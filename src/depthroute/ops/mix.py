@@ -94,9 +94,11 @@ def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) ->
 def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
     returns_x = wants.x or mix.norm_weight is None
     needs_grad = _needs_grad(mix, key_weight)
+    keeps_x = returns_x or not _record.does_without_x(mix)
     mix = mix.keeping(
         low=needs_grad and _record.keeps_low_bits(mix),
-        x=returns_x or not _record.mixes_again(mix),
+        x=keeps_x,
+        y=needs_grad and not keeps_x and _record.from_y(mix),
     )
     if not needs_grad:
         made = _call("triton", _folded(mix, key_weight))
@@ -222,9 +224,12 @@ def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | N
     read = list(mix.sources)
     if mix.reads_last:
         read.append(mix.output if made.last is None else made.last)  # pyright: ignore
-    ctx.mixes_again = made.y is not None and made.x is None
+    ctx.from_y = mix.keeps_y
+    ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
     kept = made.x if made.low is not None or made.y is not None else None
-    if ctx.mixes_again:
+    if mix.keeps_y:
+        kept = made.y
+    elif ctx.mixes_again:
         kept = mix.residual if mix.output is None else made.state
     tensors = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, kept, made.low, made.stats
     ctx.save_for_backward(query, key_weight, *tensors, *read)
@@ -297,6 +302,7 @@ def _recorded(
         *(ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale, ctx.reads_last),
         ctx.adds_output and (ctx.reads_last or grad_last is not None),
         ctx.mixes_again and norm_weight is not None,
+        ctx.from_y,
         state_dtype,
     )
 

@@ -126,7 +126,7 @@ def mix_forward(mix: Mix) -> MixResults:
     example, width, count = mix.example, query.shape[0], len(sources) + mix.reads_last
     fits = _record.fits(count, width, (sources[0] if sources else example).element_size())
     plan = forward_plan(fits, layout.forced_changes("mix"), width, mix.dtypes())
-    if not keeps_x and not plan.is_resident:
+    if (mix.keeps_y or not keeps_x) and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
     rows = _rows_like(example, mix.dtype)
     x, y = rows if keeps_x else None, None
@@ -156,7 +156,7 @@ def _held_forward(
         layout.num_programs(plan.launch, tokens, stats.device),
         (sources,),
         (*given, x, y, state, last, stats),
-        (tokens, mix.eps, mix.scale, mix.norm_eps),
+        (tokens, mix.eps, mix.scale, mix.norm_eps, _record.LEAST_GAIN if mix.keeps_y else 0.0),
     )
     return [t for t in (x, y, state, last) if t is not None]
 
@@ -233,6 +233,7 @@ def backward_plan(
             WRITES_OUTPUT=back.writes_output,
             HAS_X=back.x is not None,
             MIXES_AGAIN=back.mixes_again,
+            FROM_Y=back.from_y,
             READS_LAST=back.reads_last,
             STAGES=launch.stages,
             **flags,
@@ -285,8 +286,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
     fits = count > 0 and _record.fits(count, width, sources[0].element_size())
     changes = layout.forced_changes("mix")
     plan = backward_plan(fits, changes, width, stats_width, back.dtypes())
-    if back.mixes_again and not plan.is_resident:
-        raise DepthrouteError("x can only be mixed again where its sources are held; keep it")
+    if (back.mixes_again or back.from_y) and not plan.is_resident:
+        raise DepthrouteError("backward can only do without x where its sources are held; keep it")
     given = [t for t in back.tensors if t is not None]
     if not are_aligned([*sources, *back.carried, *back.grads_y, *given]):
         grads_y, carried, sources = (
@@ -317,7 +318,7 @@ def _held_backward(
             *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, stats),
             *(dstate, doutput, dprior, dprior_lse, partial),
         ),
-        (tokens, back.scale),
+        (tokens, back.scale, _record.LEAST_GAIN),
     )
 
 

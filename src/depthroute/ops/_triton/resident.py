@@ -32,7 +32,17 @@ from depthroute.ops._triton.blocks import (
     widen,
     zero_row,
 )
-from depthroute.ops._triton.rows import again, axpy, narrow, plus, product, sum_four, times
+from depthroute.ops._triton.rows import (
+    again,
+    axpy,
+    narrow,
+    off_zero,
+    over,
+    plus,
+    product,
+    sum_four,
+    times,
+)
 
 SIZES = ["N"]  # a size of 1 must not become a constant
 
@@ -56,6 +66,7 @@ def resident_forward_kernel(
     eps,
     scale,
     norm_eps,
+    least_gain,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -76,7 +87,8 @@ def resident_forward_kernel(
     STAGES: tl.constexpr,
     GPU: tl.constexpr,
 ):
-    """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list."""
+    """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
+    ``least_gain``: what gains nearer to zero count as, which may be 0."""
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
     LOADED: tl.constexpr = S - 1 if READS_LAST else S
@@ -88,6 +100,7 @@ def resident_forward_kernel(
     b_q = load_row(p_query, H, DH, HB, BC, NT)
     if HAS_NORM:
         b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
+        b_w = off_zero(b_w, least_gain, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
@@ -204,6 +217,7 @@ def resident_backward_kernel(
     p_dweights,
     N,
     scale,
+    least_gain,
     S: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
@@ -220,6 +234,7 @@ def resident_backward_kernel(
     HAS_NORM: tl.constexpr,
     HAS_X: tl.constexpr,
     MIXES_AGAIN: tl.constexpr,
+    FROM_Y: tl.constexpr,
     OFFSET: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     HB: tl.constexpr,
@@ -230,8 +245,8 @@ def resident_backward_kernel(
 ):
     """``carried`` gradients are added to the sources', and y's may come in several parts;
     ``grad_last`` is that of a last block sum which this place does not read. A norm needs x. With
-    ``MIXES_AGAIN`` it is mixed once more, and what is passed as x is the state it was added to, if
-    there is one."""
+    ``FROM_Y`` what is passed as x is y, which the gains make x again; with ``MIXES_AGAIN`` x is
+    mixed once more, and what is passed is the state it was added to, if there is one."""
     D: tl.constexpr = H * DH
     NORMS: tl.constexpr = H if SLICE_NORM else 1
     i_program = tl.program_id(0)
@@ -242,6 +257,8 @@ def resident_backward_kernel(
     b_q = load_row(p_query, H, DH, HB, BC, NT)
     if HAS_NORM:
         b_w = load_row(p_norm_weight, H, DH, HB, BC, NT)
+        if FROM_Y:
+            b_w = off_zero(b_w, least_gain, NT)
     b_dq = zero_row(HB, BC, NT)
     b_dw = zero_row(HB, BC, NT)
     num_rows = (N - i_program + num_programs - 1) // num_programs
@@ -258,7 +275,7 @@ def resident_backward_kernel(
                     b_g = plus(b_g, widen(b_gy, NT), NT)
                 b_gy = narrow(b_g, DTYPE, NT)
             if HAS_X:
-                b_x = hold(p_x + o_row, H, DH, HB, BC, NT)  # or the state
+                b_x = hold(p_x + o_row, H, DH, HB, BC, NT)  # or the state, or y
             b_r = tl.load(p_stat + K - 1 + o_one)
         if HAS_GRAD:
             b_grad = hold(p_grad + o_row, H, DH, HB, BC, NT)
@@ -293,13 +310,19 @@ def resident_backward_kernel(
         if HAS_NORM:
             # y = x r w:  dx = r (gw - xhat mean(gw xhat)),  dw += gy xhat
             b_g = widen(b_gy, NT)
-            b_xhat = times(again(b_x, NT, GPU), b_r, NT)
-            v = b_g[0] * b_w[0] * b_xhat[0]
-            for j in tl.static_range(1, NT):
-                v += b_g[j] * b_w[j] * b_xhat[j]
+            if FROM_Y:
+                v = product(b_g, widen(b_x, NT), NT)
+            else:
+                b_xhat = times(again(b_x, NT, GPU), b_r, NT)
+                v = b_g[0] * b_w[0] * b_xhat[0]
+                for j in tl.static_range(1, NT):
+                    v += b_g[j] * b_w[j] * b_xhat[j]
             b_mean = tl.sum(tl.sum(v, 2, keep_dims=True), 1, keep_dims=True) / D
             b_g = again(b_gy, NT, GPU)
-            b_xhat = times(again(b_x, NT, GPU), b_r, NT)
+            if FROM_Y:
+                b_xhat = over(again(b_x, NT, GPU), b_w, NT)
+            else:
+                b_xhat = times(again(b_x, NT, GPU), b_r, NT)
             dx, dw = (), ()
             for j in tl.static_range(NT):
                 dx = dx + ((b_g[j] * b_w[j] - b_xhat[j] * b_mean) * b_r,)

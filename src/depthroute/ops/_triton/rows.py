@@ -72,6 +72,23 @@ def product(a, b, NT: tl.constexpr):
 
 
 @triton.jit
+def over(a, b, NT: tl.constexpr):
+    tiles = ()
+    for j in tl.static_range(NT):
+        tiles = tiles + (a[j] / b[j],)
+    return tiles
+
+
+@triton.jit
+def off_zero(a, least, NT: tl.constexpr):
+    """With ``least`` for what is nearer to zero."""
+    tiles = ()
+    for j in tl.static_range(NT):
+        tiles = tiles + (tl.where(tl.abs(a[j]) < least, least, a[j]),)
+    return tiles
+
+
+@triton.jit
 def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
     return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
