@@ -82,7 +82,7 @@ class RoutedLayer(nn.Module):
         state = hidden_states
         if isinstance(state, Tensor):
             state = self._start(state)
-        if getattr(self, "gradient_checkpointing", False) and self.training:
+        if self._is_recomputed:
             return self._checkpointed(state, kwargs).handed_on()
         after = nn.Module.__call__(self, state, **kwargs)
         if after is state or after.__class__ is not LayerState:
@@ -96,7 +96,16 @@ class RoutedLayer(nn.Module):
                 "routed layers hand on their whole stream, and only the first takes a tensor. Run "
                 "the model, and change the state between layers with hooks (docs/hooks.md)"
             )
-        return LayerState.start(embedding, self.decoder[0].routing(embedding))
+        routing = self.decoder[0].routing(embedding)
+        # not what reentrant checkpointing would go back through once for every layer
+        if embedding.is_cuda and not self._is_recomputed:
+            routing = routing.folded(embedding.dtype)
+        return LayerState.start(embedding, routing)
+
+    @property
+    def _is_recomputed(self) -> bool:
+        """Whether backward runs the layer again."""
+        return self.training and getattr(self, "gradient_checkpointing", False)
 
     def _checkpointed(self, state: LayerState, kwargs: dict[str, Any]) -> LayerState:
         kwargs |= {"use_cache": False, self.architecture.cache_argument: None}

@@ -64,6 +64,20 @@ class SiteParameters:
     def slice_norm(self) -> bool:
         return self.head_norm == "slice"
 
+    @property
+    def has_gain(self) -> bool:
+        return self.query is not None and self.key_weight is not None
+
+    @property
+    def queries(self) -> list[Tensor]:
+        """Of its reads, in their order."""
+        return [query for query in (self.query, self.value_query) if query is not None]
+
+    def folded(self, products: Iterator[Tensor]) -> SiteParameters:
+        """With its gain in its queries: the next of ``products``."""
+        names = ("query", "value_query")[: len(self.queries)]
+        return replace(self, key_weight=None, **{name: next(products) for name in names})
+
     def boundary(self, mix: ops.Mix, wants: ops.Wants, backend: str) -> ops.Boundary:
         """What a stream has at this place, mixed."""
         if self.logits is not None:
@@ -248,6 +262,21 @@ class Routing:
     def at(self, index: int) -> SiteParameters | None:
         """Of the place before sublayer ``index``; None where there is nothing to choose."""
         return self.sites[index]
+
+    def folded(self, dtype: torch.dtype) -> Routing:
+        """With every gain in its query, at the precision of the statistics over sources of
+        ``dtype``: all in one product, where each place would launch some of its own, forward and
+        backward. Parameters that are spread over devices or ranks stay as they are."""
+        chosen = [site for site in self.sites if site is not None and site.has_gain]
+        rows = [(query, site.key_weight) for site in chosen for query in site.queries]
+        held: list[Any] = [tensor for row in rows for tensor in row]
+        kinds = {(t.device, t.dtype, hasattr(t, "device_mesh")) for t in held}
+        if len(kinds) != 1 or hasattr(held[0], "device_mesh"):
+            return self
+        queries, gains = (torch.stack(tensors) for tensors in (held[::2], held[1::2]))
+        products = iter(ops.folded(queries, gains, dtype).unbind())
+        sites = (site.folded(products) if site in chosen else site for site in self.sites)
+        return replace(self, sites=tuple(sites))
 
     def to(self, device: Any, non_blocking: bool = False) -> Routing:
         moved = (None if site is None else site.to(device, non_blocking) for site in self.sites)

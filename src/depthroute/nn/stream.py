@@ -430,9 +430,9 @@ class ResidualStream:
         some = next((site for site in sites if site is not None), None)
         if some is None:
             return self
-        queries = torch.stack([(s or some).query for s in sites])  # pyright: ignore
-        gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
-        plan = self.plan
+        queries, gains, plan = torch.stack([(s or some).query for s in sites]), None, self.plan  # pyright: ignore
+        if some.has_gain:
+            gains = torch.stack([(s or some).key_weight for s in sites])  # pyright: ignore
         # rounded for the kernels: outputs are kept for backward, and a boundary holds one dtype
         dtype = self.sources[0].dtype if self.backend == "triton" else None
         outputs, lses, handed = ops.depth_mix_group_carried(

@@ -31,6 +31,7 @@ from depthroute.ops.mix import (
     depth_mix,
     depth_mix_carried,
     depth_mix_merge,
+    folded,
     most_fused,
 )
 from depthroute.ops.private.inductor import compile_options
@@ -58,6 +59,7 @@ __all__ = [
     "depth_mix_group_carried",
     "depth_mix_merge",
     "doubly_stochastic",
+    "folded",
     "hyper_read",
     "hyper_write",
     "keeping_backend",
