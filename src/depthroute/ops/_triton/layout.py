@@ -63,14 +63,17 @@ WIDEST = 4096
 @cache
 def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
     """Of a kernel that holds its rows: one tile where at most a third of it is padding, else three,
-    which is at most that; padded lanes cost registers and instructions, no memory traffic.
+    which is at most that; padded lanes cost registers and instructions, no memory traffic. A tile
+    of 4096 takes all warps, and no second program has its turn while one waits: 3 sources of 3072
+    reach 0.84 of the copy speed in one, of 2880 1.00 in three of 1024, and so 3072 are three, too.
 
     Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
     copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
     no registers to waste.
     """
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
-    if single * rows <= WIDEST and (3 * single * rows <= 4 * width or width <= NARROWEST):
+    least = width * 4 // 3 - (single * rows == WIDEST)
+    if single * rows <= WIDEST and (single * rows <= least or width <= NARROWEST):
         return Tiles(rows, single, 1)
     third = triton.next_power_of_2(-(-width // (3 * heads)))
     columns, count = (single, 1) if single < 3 * third else (third, 3)
@@ -167,16 +170,16 @@ def _programs(wanted: int, bytes_ahead: int) -> int:
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
 
-    Two sources at a time pay where one thread has 48 columns or more of a row in several tiles;
-    with fewer, one at a time leaves room for more programs: 9 sources of 5120 reach 0.94 of the
-    copy speed so and 0.89 by twos, of 6656 0.85 and 0.88 (tune_h200_widths.json).
+    Two sources at a time pay where they are many, or where one thread has 48 columns or more of a
+    row in several tiles. With fewer, one at a time leaves room for more programs: 9 sources of 5120
+    reach 0.94 of the copy speed so and 0.89 by twos, of 6656 0.85 and 0.88 (tune_h200_widths.json).
 
     A program for every token reads the query anew; where that is long beside the sources, few
     programs do better: 9 sources of 7168 take 632 us instead of 636 (tune_h200_streams.json).
     """
     warps = _warps(block.elements, 32)
-    is_long = block.elements >= 48 * 32 * warps and (warps <= 2 or block.elements > 6144)
-    at_once = 2 if block.count > 1 and is_long and num_sources > 1 else 1
+    pays = num_sources > 13 or (block.elements >= 48 * 32 * warps and num_sources > 1)
+    at_once = 2 if block.count > 1 and pays else 1
     wanted = 4 if num_sources <= 8 and block.elements >= 2048 else 3
     stages = _stages(wanted, at_once * block.elements * itemsize)
     programs = 4 if at_once > 1 and block.elements > 4096 and num_sources <= 12 else 0
