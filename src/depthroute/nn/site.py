@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -233,6 +234,21 @@ class Site(nn.Module):
         return ", ".join(parts)
 
 
+class Queries(NamedTuple):
+    """Of reads in their order."""
+
+    reads: tuple[tuple[int, int], ...]
+    """Place and read."""
+    queries: Tensor
+    """[G, D], and so the gains."""
+    gains: Tensor
+
+    def since(self, read: tuple[int, int]) -> Queries:
+        """Without those before ``read``."""
+        first = self.reads.index(read)
+        return Queries(self.reads[first:], self.queries[first:], self.gains[first:])
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What calling :class:`Sites` returns: every site's parameters, by the place that reads them.
@@ -248,6 +264,18 @@ class Routing:
     def at(self, index: int) -> SiteParameters | None:
         """Of the place before sublayer ``index``; None where there is nothing to choose."""
         return self.sites[index]
+
+    @cached_property
+    def queries(self) -> Queries:
+        """Of all reads that choose."""
+        sites = (site for site in enumerate(self.sites) if site[1] is not None)
+        every = {(i, read.read): read for i, site in sites for read in site.reads}  # pyright: ignore
+        reads = {key: read for key, read in every.items() if read.query is not None}
+        stacked = (
+            torch.stack([getattr(read, name) for read in reads.values()])
+            for name in ("query", "key_weight")
+        )
+        return Queries(tuple(reads), *stacked)
 
     def to(self, device: Any, non_blocking: bool = False) -> Routing:
         moved = (None if site is None else site.to(device, non_blocking) for site in self.sites)

@@ -15,7 +15,7 @@ of looking at a stream sees the output added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -77,6 +77,9 @@ class ResidualStream:
     """Phase-1 output and log-sum-exp of every read of this and the group's later places."""
     links: tuple[Tensor, ...] = ()
     """Of several streams, between a read and its push: the weights of writing and of mixing."""
+    scores: tuple[Mapping[tuple[int, int], Tensor], ...] | None = None
+    """Of sources in their order, the logits of reads to come by place and read; None where every
+    read computes its own."""
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
@@ -126,6 +129,7 @@ class ResidualStream:
             index=0,
             sources=(embedding,) if holds else (),
             state=state,
+            scores=() if _scores_ahead(config, backend) else None,
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
             backend=backend,
@@ -226,14 +230,17 @@ class ResidualStream:
             return x, _changed(self, links=tuple(links))
         if place.chooses:
             assert site is not None
-            x, after = self._mix(place, site, None)
+            is_ahead = self.scores is not None and self._knows(site)
+            x, after = self._mix_scored(place, site) if is_ahead else self._mix(place, site, None)
         else:
             (x,), after = self.visible(), self
         if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
             return self.state + site.gate.to(x.dtype) * x, after
         if not place.chooses:
-            if self.plan.adds_state or self.plan.sums_sources:
+            if self.plan.sums_sources:  # the source itself, and once more for its weight of 1
+                x = 2 * x if self.partial is None else torch.add(self.partial, x, alpha=2)
+            elif self.plan.adds_state:
                 x = self.value + x
             x = x if place.scale == 1.0 else x * place.scale
         return x, after
@@ -272,6 +279,41 @@ class ResidualStream:
         if pending is None and made.sources is mix.sources:
             return x, self
         return x, self._after(place, (*sources[:grouped], *made.sources), made, reads_newest)
+
+    def _knows(self, site: SiteParameters) -> bool:
+        """Whether ``site`` is read with what :attr:`sites` has, so that sources can be scored for
+        it ahead. Only for training: at a token or two a call costs more than its arithmetic."""
+        if self.sites is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        known = self.sites.at(self.index)
+        if known is None or site.query is None or site.key_weight is not known.key_weight:
+            return False
+        return site.query is (known.value_query if site.read else known.query)
+
+    def _mix_scored(self, place: Place, site: SiteParameters) -> tuple[Tensor, ResidualStream]:
+        """Mix over everything visible, a source scored by the first read that sees it."""
+        assert self.scores is not None and self.sites is not None
+        plan, count, key = self.plan, len(self.sources), (self.index, site.read)
+        sources, residual, _, _ = self._parts(place, place.num_sources > count)
+        settings, scores = (site.eps, site.heads, site.slice_norm), self.scores
+        for source in self.sources[len(scores) :]:
+            ahead = self.sites.queries.since(key)
+            rows = ops.score(source, ahead.queries, ahead.gains, *settings)
+            scores += (dict(zip(ahead.reads, rows, strict=True)),)
+        logits = [of_source[key] for of_source in scores]
+        if len(sources) > count:  # what is unfinished will be another source at the next place
+            assert site.query is not None and site.key_weight is not None
+            alone = site.query.unsqueeze(0), site.key_weight.unsqueeze(0)
+            logits += ops.score(sources[-1], *alone, *settings)
+        hands_on = place.hands_on or site.read + 1 < len(place.reads)
+        scale = 1.0 if place.has_gate else place.scale
+        x, handed = ops.scored_mix(logits, sources, residual, plan.weight_offset, scale, hands_on)
+        if not hands_on:
+            return x, _changed(self, scores=scores)
+        after = {"sources": tuple(handed[:count]), "scores": scores}
+        if len(handed) > count:
+            after["state" if self.partial is None else "partial"] = handed[-1]
+        return x, _changed(self, **after)
 
     def _parts(self, place: Place, reads_newest: bool) -> tuple[Any, ...]:
         """Sources, residual, output and partial of the mix at the place ahead."""
@@ -412,7 +454,8 @@ class ResidualStream:
             state = state + delta.unsqueeze(-2)
         elif state is not None:
             state = state + delta if value is None else value
-        after = _changed(self, sources=sources, partial=partial, state=state)
+        scores = None if self.scores is None else ()
+        after = _changed(self, sources=sources, partial=partial, state=state, scores=scores)
         return after.opened() if self.priors else after
 
     def opened(self) -> ResidualStream:
@@ -464,7 +507,7 @@ class ResidualStream:
 
         there = pytree.tree_map_only(Tensor, moved, {name: getattr(self, name) for name in names})
         sites = None if self.sites is None else self.sites.to(device, non_blocking)
-        stream = _changed(self, **there, sites=sites)
+        stream = _changed(self, **there, sites=sites, scores=None)
         is_same = stream.example.device == self.example.device
         if is_same or not self.plan.chooses:
             return stream
@@ -484,7 +527,7 @@ class ResidualStream:
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
         nothing = dict.fromkeys(("sources", "priors", "links"), ())
-        return _changed(self, **nothing, partial=None, state=None, pending=None)
+        return _changed(self, **nothing, partial=None, state=None, pending=None, scores=None)
 
     def tensors(self) -> list[Tensor]:
         if self.pending is not None:
@@ -515,6 +558,7 @@ class ResidualStream:
             pending=None,
             priors=priors,
             links=links,
+            scores=None,
         )
 
 
@@ -536,6 +580,11 @@ def _check_tensor(what: str, tensor: Any) -> None:
             else shown(tensor)
         )
         raise DepthrouteError(f"{what} is {kind}; a stream takes floating tensors [..., D]")
+
+
+def _scores_ahead(plan: Plan, backend: str) -> bool:
+    """Whether sources are scored once for all reads to come, wherever these are known."""
+    return backend == "torch" and plan.softmax == "query" and plan.group_size is None
 
 
 def _chosen_backend(example: Tensor) -> str:

@@ -29,6 +29,7 @@ from depthroute.ops.mix import (
     most_fused,
 )
 from depthroute.ops.private.inductor import compile_options
+from depthroute.ops.scored import score, scored_mix
 from depthroute.ops.static import static_mix
 
 __all__ = [
@@ -56,6 +57,8 @@ __all__ = [
     "most_fused",
     "record_backends",
     "reference",
+    "score",
+    "scored_mix",
     "static_mix",
     "value_residual",
 ]
