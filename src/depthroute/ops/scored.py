@@ -9,6 +9,7 @@ over each source once, where a mix on its own goes three times; and it hands its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ def score(
     source: Tensor, queries: Tensor, gains: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> tuple[Tensor, ...]:
     """The logits [..., H] of ``source`` [..., D] for each of ``queries`` [G, D]."""
-    return Score.apply(eps, heads, slice_norm, queries, gains, source)  # pyright: ignore
+    logits: Any = Score.apply(eps, heads, slice_norm, queries, gains, source)
+    return logits.unbind()
 
 
 def scored_mix(
@@ -37,28 +39,26 @@ def scored_mix(
     """:func:`~depthroute.ops.depth_mix` of sources whose logits are known, and the sources to hand
     on."""
     RUNS["depth_mix", "torch"] += 1
-    given = residual, *logits, *sources
-    x, *handed = ScoredMix.apply(offset, scale, hands_on, *given)  # pyright: ignore
+    made: Any = ScoredMix.apply(offset, scale, hands_on, residual, *logits, *sources)
+    x, *handed = made
     return x, handed
 
 
 class Score(torch.autograd.Function):
-    """Logits for every query, of queries, gains and a source."""
+    """Logits [G, ..., H], of queries, gains and a source."""
 
     @staticmethod
     def forward(ctx, eps, heads, slice_norm, queries, gains, source):
         q = folded(queries, gains, source.dtype)
         rstd, logits = _torch.score(source, q, eps, heads, slice_norm)
         ctx.save_for_backward(queries, gains, q, rstd, logits, source)
-        ctx.set_materialize_grads(False)
-        return logits.view(-1, *source.shape[:-1], heads).unbind()
+        return logits.view(-1, *source.shape[:-1], heads)
 
     @staticmethod
-    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse(grads)
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse((grad,))
         queries, gains, q, rstd, logits, source = ctx.saved_tensors
-        none = torch.zeros_like(logits[0])
-        dlogits = torch.stack([none if g is None else g.reshape(none.shape) for g in grads])
+        dlogits = grad.reshape(logits.shape)
         dsource, dq = _torch.score_gradients(source, q, rstd, logits, dlogits)
         dgains, dqueries = unfolded(dq, queries, gains)
         return None, None, None, dqueries, dgains, dsource.to(source.dtype).view_as(source)
