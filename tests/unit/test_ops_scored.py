@@ -23,24 +23,23 @@ def drawn(dtype=torch.float64):
     return sources, queries, gains, draw(*SHAPE, WIDTH).requires_grad_()
 
 
-def scored(sources, queries, gains, residual, heads, head_norm, offset, scale, hands_on):
-    """Every read in turn, over sources that were scored once."""
+def scored(sources, queries, gains, residual, heads, head_norm, offset, scale, together):
+    """Reads in windows of ``together``, over sources that were scored once."""
     settings = 1e-6, heads, head_norm == "slice"
-    scores = [ops.score(source, queries, gains, *settings) for source in sources]
+    scores = [ops.score(s, queries, gains, *settings).split(together) for s in sources]
     results = []
-    for read in range(READS):
-        logits = [of_source[read] for of_source in scores]
-        x, handed = ops.scored_mix(logits, sources, residual, offset, scale, hands_on)
-        sources = handed if hands_on else sources
-        results.append(x)
-    return results
+    for window in zip(*scores, strict=True):
+        mixes, sources = ops.scored_mix(window, sources, offset, scale)
+        results += mixes
+    start = 0.0 if residual is None else scale * residual
+    return [(start + x).to(sources[0].dtype) for x in results]
 
 
-@pytest.mark.parametrize("hands_on", [False, True])
+@pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize(("heads", "head_norm"), [(1, "full"), (3, "full"), (3, "slice")])
 @pytest.mark.parametrize(("offset", "scale"), [(0, 1.0), (1, 1.0), (-1, 1.0), (0, 3.0)])
 @pytest.mark.parametrize("adds", [False, True])
-def test_scored_mixes_are_the_definition(hands_on, heads, head_norm, offset, scale, adds):
+def test_scored_mixes_are_the_definition(together, heads, head_norm, offset, scale, adds):
     sources, queries, gains, residual = drawn()
     residual = residual if adds else None
     tensors = [*sources, queries, gains] + ([residual] if adds else [])
@@ -56,7 +55,7 @@ def test_scored_mixes_are_the_definition(hands_on, heads, head_norm, offset, sca
         reference.depth_mix(sources, q, gain, **options)
         for q, gain in zip(queries, gains, strict=True)
     ]
-    got = scored(sources, queries, gains, residual, heads, head_norm, offset, scale, hands_on)
+    got = scored(sources, queries, gains, residual, heads, head_norm, offset, scale, together)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(gradients(got), gradients(want))
 
@@ -66,7 +65,7 @@ def test_narrow_sources_are_mixed_in_single_precision(autocast):
     sources, queries, gains, residual = drawn(torch.bfloat16)
     given = queries.float(), gains.float()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        got = scored(sources, *given, residual, 1, "full", 1, 1.0, True)
+        got = scored(sources, *given, residual, 1, "full", 1, 1.0, 2)
     wide = [s.double() for s in sources]
     for x, query, gain in zip(got, *given, strict=True):
         want = reference.depth_mix(
@@ -78,15 +77,26 @@ def test_narrow_sources_are_mixed_in_single_precision(autocast):
 
 def test_a_source_whose_later_gradients_alone_arrive():
     sources, queries, gains, _ = drawn()
-    logits = [ops.score(s, queries[:1], gains[:1], 1e-6, 1, False)[0] for s in sources]
-    _, handed = ops.scored_mix(logits, sources, None, 0, 1.0, True)
+    logits = [ops.score(s, queries, gains, 1e-6, 1, False) for s in sources]
+    _, handed = ops.scored_mix(logits, sources, 0, 1.0)
     (grad,) = torch.autograd.grad(handed[1].sum(), sources[1])
     torch.testing.assert_close(grad, torch.ones_like(grad))
 
 
+def test_a_read_that_nothing_comes_of():
+    sources, queries, gains, _ = drawn()
+    logits = [ops.score(s, queries, gains, 1e-6, 1, False) for s in sources]
+    mixes, _ = ops.scored_mix(logits, sources, 0, 1.0)
+    got = torch.autograd.grad(mixes[2].sin().sum(), [*sources, queries, gains])
+    want = reference.depth_mix(sources, queries[2], gains[2])
+    torch.testing.assert_close(
+        got, torch.autograd.grad(want.sin().sum(), [*sources, queries, gains])
+    )
+
+
 def test_a_second_derivative_is_refused():
     sources, queries, gains, _ = drawn()
-    x = scored(sources, queries, gains, None, 1, "full", 0, 1.0, True)[0]
+    x = scored(sources, queries, gains, None, 1, "full", 0, 1.0, 2)[0]
     with pytest.raises(DerivativeError, match="second derivative"):
         torch.autograd.grad(x.sum(), queries, create_graph=True)
 
@@ -94,7 +104,7 @@ def test_a_second_derivative_is_refused():
 METHODS = ("delta-block", "delta", "attnres-block", "attnres-full", "delta-block:heads=3")
 
 
-def run(sites, plan, scores, edit=False, **changes):
+def run(sites, plan, ahead, edit=False):
     """Every x, and the gradients of embedding, outputs and parameters."""
     generator = torch.Generator().manual_seed(1)
 
@@ -103,7 +113,7 @@ def run(sites, plan, scores, edit=False, **changes):
 
     tensors = [draw().requires_grad_() for _ in range(plan.num_sublayers + 1)]
     stream = nn.ResidualStream.start(tensors[0], plan, sites=sites)
-    stream = stream if scores else replace(stream, scores=None)
+    stream = stream if ahead else replace(stream, ahead=None)
     seen = []
     for index in range(plan.num_sublayers):
         x, stream = stream.read(sites.at(index))
@@ -136,9 +146,9 @@ def test_a_stream_that_scores_ahead_is_the_same_stream(method, edit, monkeypatch
     plan, sites = prepared(method)
     counted, score = [], ops.score
     monkeypatch.setattr(ops, "score", lambda *given: counted.append(1) or score(*given))
-    want = run(sites, plan, scores=False, edit=edit)
+    want = run(sites, plan, ahead=False, edit=edit)
     assert not counted
-    got = run(sites, plan, scores=True, edit=edit)
+    got = run(sites, plan, ahead=True, edit=edit)
     assert counted
     torch.testing.assert_close(got, want)
 
@@ -149,7 +159,7 @@ def test_a_finished_source_is_scored_once(monkeypatch):
     monkeypatch.setattr(
         ops, "score", lambda s, q, *rest: queries.append(len(q)) or score(s, q, *rest)
     )
-    run(sites, plan, scores=True)
+    run(sites, plan, ahead=True)
     choosing = [place for place in plan.places if place.chooses]
     seen_first = [
         min(i for i, p in enumerate(choosing) if p.num_finished > n)
@@ -174,4 +184,22 @@ def test_what_cannot_be_known_ahead_is_not_scored(monkeypatch):
     _, others = prepared("delta-block")
     walk(nn.ResidualStream.start(emb, plan, sites=sites), others.at)
     stream = nn.ResidualStream.start(emb, plan, sites=sites)
+    assert stream.ahead is not None
     walk(stream.with_tensors(stream.tensors()), sites.at)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_stream_that_is_edited_anywhere(at):
+    plan, sites = prepared("delta-block")
+    embedding = torch.randn(*SHAPE, WIDTH, dtype=torch.float64)
+
+    def seen(is_ahead):
+        stream = nn.ResidualStream.start(embedding, plan, sites=sites)
+        stream = stream if is_ahead else replace(stream, ahead=None)
+        for index in range(plan.num_sublayers):
+            x, stream = stream.read(sites.at(index))
+            stream = stream.push(x.sin())
+            stream = stream.edited(torch.ones_like(x)) if index == at else stream
+        return stream.finish(sites.at(plan.num_sublayers))
+
+    torch.testing.assert_close(seen(True), seen(False))

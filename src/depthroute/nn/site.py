@@ -26,6 +26,9 @@ STREAM_OWN, STREAM_APART = 7 / 4, -8.0
 """How a place of mHC starts: what its own stream is added of an output, more than the others, or
 they would be alike and their gradients too; and the logit of mixing one stream into another."""
 
+LONGEST_WINDOW = 4
+"""Reads that are mixed together ahead of the first: so many more activations are held."""
+
 
 @dataclass(frozen=True, eq=False)
 class SiteParameters:
@@ -234,19 +237,17 @@ class Site(nn.Module):
         return ", ".join(parts)
 
 
-class Queries(NamedTuple):
-    """Of reads in their order."""
+Read = tuple[int, int]
+"""Of a place, by its index: which of its reads."""
 
-    reads: tuple[tuple[int, int], ...]
-    """Place and read."""
+
+class Queries(NamedTuple):
+    """Of all reads that choose, in their order."""
+
+    reads: tuple[Read, ...]
     queries: Tensor
     """[G, D], and so the gains."""
     gains: Tensor
-
-    def since(self, read: tuple[int, int]) -> Queries:
-        """Without those before ``read``."""
-        first = self.reads.index(read)
-        return Queries(self.reads[first:], self.queries[first:], self.gains[first:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,15 +268,27 @@ class Routing:
 
     @cached_property
     def queries(self) -> Queries:
-        """Of all reads that choose."""
-        sites = (site for site in enumerate(self.sites) if site[1] is not None)
-        every = {(i, read.read): read for i, site in sites for read in site.reads}  # pyright: ignore
-        reads = {key: read for key, read in every.items() if read.query is not None}
-        stacked = (
-            torch.stack([getattr(read, name) for read in reads.values()])
-            for name in ("query", "key_weight")
-        )
-        return Queries(tuple(reads), *stacked)
+        """Stacked, which is once a forward."""
+        reads: dict[Read, SiteParameters] = {}
+        for index, site in enumerate(self.sites):
+            if site is not None and site.query is not None:
+                reads |= {(index, read.read): read for read in site.reads}
+        queries = torch.stack([read.query for read in reads.values()])  # pyright: ignore
+        gains = torch.stack([read.key_weight for read in reads.values()])  # pyright: ignore
+        return Queries(tuple(reads), queries, gains)
+
+    def windows(self, first: Read) -> list[tuple[Read, ...]]:
+        """The reads from ``first`` on, those together that see the same finished sources and
+        nothing else."""
+        reads, windows, before = self.queries.reads, [], None
+        for read in reads[reads.index(first) :]:
+            place = self.plan.places[read[0]]
+            seen = None if place.reads_unfinished else place.num_finished
+            if seen is None or seen != before or len(windows[-1]) == LONGEST_WINDOW:
+                windows.append(())
+            windows[-1] += (read,)
+            before = seen
+        return windows
 
     def to(self, device: Any, non_blocking: bool = False) -> Routing:
         moved = (None if site is None else site.to(device, non_blocking) for site in self.sites)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
-from depthroute.nn.site import Routing, Site, SiteParameters, Sites
+from depthroute.nn.site import Read, Routing, Site, SiteParameters, Sites
 from depthroute.plan import Place, Plan
 
 
@@ -60,6 +61,15 @@ class PreNorm(NamedTuple):
     eps: float = 0.0
 
 
+class Ahead(NamedTuple):
+    """What is known of reads to come."""
+
+    scores: tuple[Mapping[Read, Tensor], ...] = ()
+    """Of sources in their order, the logits of the reads in a window, by its first."""
+    mixes: Mapping[Read, Tensor] = MappingProxyType({})
+    """Of the window's reads, without what they are added to."""
+
+
 @dataclass(frozen=True)
 class ResidualStream:
     plan: Plan
@@ -77,9 +87,8 @@ class ResidualStream:
     """Phase-1 output and log-sum-exp of every read of this and the group's later places."""
     links: tuple[Tensor, ...] = ()
     """Of several streams, between a read and its push: the weights of writing and of mixing."""
-    scores: tuple[Mapping[tuple[int, int], Tensor], ...] | None = None
-    """Of sources in their order, the logits of reads to come by place and read; None where every
-    read computes its own."""
+    ahead: Ahead | None = None
+    """Of reads to come; None where every read is computed on its own."""
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
@@ -129,7 +138,7 @@ class ResidualStream:
             index=0,
             sources=(embedding,) if holds else (),
             state=state,
-            scores=() if _scores_ahead(config, backend) else None,
+            ahead=Ahead() if _reads_ahead(config, backend) else None,
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
             backend=backend,
@@ -230,8 +239,8 @@ class ResidualStream:
             return x, _changed(self, links=tuple(links))
         if place.chooses:
             assert site is not None
-            is_ahead = self.scores is not None and self._knows(site)
-            x, after = self._mix_scored(place, site) if is_ahead else self._mix(place, site, None)
+            is_known = self.ahead is not None and self._knows(site)
+            x, after = self._mix_ahead(place, site) if is_known else self._mix(place, site, None)
         else:
             (x,), after = self.visible(), self
         if place.has_gate:
@@ -281,8 +290,8 @@ class ResidualStream:
         return x, self._after(place, (*sources[:grouped], *made.sources), made, reads_newest)
 
     def _knows(self, site: SiteParameters) -> bool:
-        """Whether ``site`` is read with what :attr:`sites` has, so that sources can be scored for
-        it ahead. Only for training: at a token or two a call costs more than its arithmetic."""
+        """Whether ``site`` is what :attr:`sites` has for this read, so that others to come are
+        known. Only for training: at a token or two a call costs more than its arithmetic."""
         if self.sites is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
         known = self.sites.at(self.index)
@@ -290,30 +299,45 @@ class ResidualStream:
             return False
         return site.query is (known.value_query if site.read else known.query)
 
-    def _mix_scored(self, place: Place, site: SiteParameters) -> tuple[Tensor, ResidualStream]:
-        """Mix over everything visible, a source scored by the first read that sees it."""
-        assert self.scores is not None and self.sites is not None
-        plan, count, key = self.plan, len(self.sources), (self.index, site.read)
-        sources, residual, _, _ = self._parts(place, place.num_sources > count)
-        settings, scores = (site.eps, site.heads, site.slice_norm), self.scores
-        for source in self.sources[len(scores) :]:
-            ahead = self.sites.queries.since(key)
-            rows = ops.score(source, ahead.queries, ahead.gains, *settings)
-            scores += (dict(zip(ahead.reads, rows, strict=True)),)
-        logits = [of_source[key] for of_source in scores]
-        if len(sources) > count:  # what is unfinished will be another source at the next place
+    def _mix_ahead(self, place: Place, site: SiteParameters) -> tuple[Tensor, ResidualStream]:
+        """As :meth:`_mix`, for this read and those to come that see the same sources."""
+        read = self.index, site.read
+        assert self.ahead is not None
+        stream = self if read in self.ahead.mixes else self._mixed(place, site, read)
+        scores, mixes = stream.ahead or Ahead()
+        x, rest = mixes[read], {other: mix for other, mix in mixes.items() if other != read}
+        reads_newest = place.num_sources > len(self.sources)
+        _, residual, _, _ = self._parts(place, reads_newest)
+        if residual is not None:
+            x = torch.add(x, residual, alpha=1.0 if place.has_gate else place.scale)
+        return x.to(self.example.dtype), _changed(stream, ahead=Ahead(scores, rest))
+
+    def _mixed(self, place: Place, site: SiteParameters, read: Read) -> ResidualStream:
+        """The stream with the window mixed that ``read`` opens."""
+        assert self.ahead is not None and self.sites is not None
+        plan, count, sources = self.plan, len(self.sources), self.visible()
+        settings, scores = (site.eps, site.heads, site.slice_norm), self.ahead.scores
+        windows = self.sites.windows(read)
+        if any(read not in of_source for of_source in scores):  # one before it was not made
+            scores = ()
+        if len(scores) < count:
+            reads, queries, gains = self.sites.queries
+            first, sizes = reads.index(read), [len(window) for window in windows]
+            for source in self.sources[len(scores) :]:
+                logits = ops.score(source, queries[first:], gains[first:], *settings).split(sizes)
+                scores += ({w[0]: rows for w, rows in zip(windows, logits, strict=True)},)
+        logits = [of_source[read] for of_source in scores]
+        if len(sources) > count:  # what is unfinished is another source at the next place
             assert site.query is not None and site.key_weight is not None
             alone = site.query.unsqueeze(0), site.key_weight.unsqueeze(0)
-            logits += ops.score(sources[-1], *alone, *settings)
-        hands_on = place.hands_on or site.read + 1 < len(place.reads)
+            logits.append(ops.score(sources[-1], *alone, *settings))
         scale = 1.0 if place.has_gate else place.scale
-        x, handed = ops.scored_mix(logits, sources, residual, plan.weight_offset, scale, hands_on)
-        if not hands_on:
-            return x, _changed(self, scores=scores)
-        after = {"sources": tuple(handed[:count]), "scores": scores}
-        if len(handed) > count:
+        mixes, handed = ops.scored_mix(logits, sources, plan.weight_offset, scale)
+        ahead = Ahead(scores, dict(zip(windows[0], mixes, strict=True)))
+        after: dict[str, Any] = {"sources": tuple(handed[:count]), "ahead": ahead}
+        if len(sources) > count:
             after["state" if self.partial is None else "partial"] = handed[-1]
-        return x, _changed(self, **after)
+        return _changed(self, **after)
 
     def _parts(self, place: Place, reads_newest: bool) -> tuple[Any, ...]:
         """Sources, residual, output and partial of the mix at the place ahead."""
@@ -454,8 +478,8 @@ class ResidualStream:
             state = state + delta.unsqueeze(-2)
         elif state is not None:
             state = state + delta if value is None else value
-        scores = None if self.scores is None else ()
-        after = _changed(self, sources=sources, partial=partial, state=state, scores=scores)
+        ahead = None if self.ahead is None else Ahead()
+        after = _changed(self, sources=sources, partial=partial, state=state, ahead=ahead)
         return after.opened() if self.priors else after
 
     def opened(self) -> ResidualStream:
@@ -507,7 +531,7 @@ class ResidualStream:
 
         there = pytree.tree_map_only(Tensor, moved, {name: getattr(self, name) for name in names})
         sites = None if self.sites is None else self.sites.to(device, non_blocking)
-        stream = _changed(self, **there, sites=sites, scores=None)
+        stream = _changed(self, **there, sites=sites, ahead=None)
         is_same = stream.example.device == self.example.device
         if is_same or not self.plan.chooses:
             return stream
@@ -527,7 +551,7 @@ class ResidualStream:
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
         nothing = dict.fromkeys(("sources", "priors", "links"), ())
-        return _changed(self, **nothing, partial=None, state=None, pending=None, scores=None)
+        return _changed(self, **nothing, partial=None, state=None, pending=None, ahead=None)
 
     def tensors(self) -> list[Tensor]:
         if self.pending is not None:
@@ -558,7 +582,7 @@ class ResidualStream:
             pending=None,
             priors=priors,
             links=links,
-            scores=None,
+            ahead=None,
         )
 
 
@@ -582,8 +606,8 @@ def _check_tensor(what: str, tensor: Any) -> None:
         raise DepthrouteError(f"{what} is {kind}; a stream takes floating tensors [..., D]")
 
 
-def _scores_ahead(plan: Plan, backend: str) -> bool:
-    """Whether sources are scored once for all reads to come, wherever these are known."""
+def _reads_ahead(plan: Plan, backend: str) -> bool:
+    """Whether reads are computed together, wherever those to come are known."""
     return backend == "torch" and plan.softmax == "query" and plan.group_size is None
 
 

@@ -198,26 +198,29 @@ def mix_forward(mix: Mix) -> MixResults:
     if sources:  # there may be a finished group with nothing newer
         _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
-    residual = None if mix.residual is None else _rows(mix.residual)
-    x = weighted(logits, values, residual, mix.offset, scale)
+    start = None
+    if mix.residual is not None:
+        start = _as(_rows(mix.residual), query.dtype)
+        start = start if scale == 1.0 else start * scale
+    x = _weighted_sum(_weights(logits, mix.offset, scale), values, start)
     return stats, [_as(x, mix.dtype).view(shape)]
 
 
-def weighted(
-    logits: Tensor, values: Sequence[Tensor], residual: Tensor | None, offset: int, scale: float
-) -> Tensor:
-    """x [..., D], unrounded, of logits [S, ..., H]."""
-    dtype, width = logits.dtype, values[0].shape[-1]
-    weight, *weights = _spread(_weights(logits, offset, scale), width).unbind()
+def _weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None) -> Tensor:
+    """``start`` and weights [S, ..., H] times values [..., D]."""
+    dtype = weights.dtype
+    weight, *others = _spread(weights, values[0].shape[-1]).unbind()
     first = _as(values[0], dtype)
-    if residual is None:
-        x = weight * first
-    else:
-        start = _as(residual, dtype)
-        x = torch.addcmul(start if scale == 1.0 else start * scale, weight, first)
-    for weight, value in zip(weights, values[1:], strict=True):
+    x = weight * first if start is None else torch.addcmul(start, weight, first)
+    for weight, value in zip(others, values[1:], strict=True):
         x.addcmul_(weight, value if value.dtype == dtype else value.to(dtype))
     return x
+
+
+def weighted(logits: Tensor, values: Sequence[Tensor], offset: int, scale: float) -> list[Tensor]:
+    """The mixes [..., D] of every read, unrounded, by logits [S, G, ..., H]."""
+    weights = _weights(logits, offset, scale)
+    return [_weighted_sum(of_read, values, None) for of_read in weights.unbind(1)]
 
 
 @_unrounded
@@ -235,7 +238,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
     rstd, logits = _split(back.stats, len(sources), _parts(heads, back.slice_norm), heads)
     values, every = _with_prior(prior, back.prior_lse, sources, logits)
     values = [value if value.dtype == dtype else value.to(dtype) for value in values]
-    weights, dlogits = _weight_gradients(dx, every, values, back.offset)
+    weights, dlogits = _weight_gradients([dx], every.unsqueeze(1), values, back.offset)
+    weights, dlogits = weights.squeeze(1), dlogits.squeeze(1)
     others = []
     if prior is not None and back.prior_lse is not None:
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
@@ -256,13 +260,15 @@ def mix_backward(back: MixBackward) -> MixGradients:
 
 
 def _weight_gradients(
-    dx: Tensor, logits: Tensor, values: Sequence[Tensor], offset: int
+    grads: Sequence[Tensor], logits: Tensor, values: Sequence[Tensor], offset: int
 ) -> tuple[Tensor, Tensor]:
-    """The weights, and the gradients of the logits [S, ..., H]."""
+    """The weights, and the gradients of the logits [S, G, ..., H], of G reads."""
     alpha = torch.softmax(logits, 0)  # exp(logit - lse) would lose digits where logits are large
     u, heads, dtype = torch.empty_like(alpha), logits.shape[-1], logits.dtype
-    for value, dot in zip(values, u.unbind(), strict=True):
-        _pair_dot(dx, value if value.dtype == dtype else value.to(dtype), heads, dot)
+    for value, dots in zip(values, u.unbind(), strict=True):
+        wide_value = value if value.dtype == dtype else value.to(dtype)
+        for dx, dot in zip(grads, dots.unbind(), strict=True):
+            _pair_dot(dx, wide_value, heads, dot)
     of_weights = alpha * u
     dlogits = torch.addcmul(of_weights, alpha, of_weights.sum(0), value=-1.0)
     if offset:
@@ -271,21 +277,21 @@ def _weight_gradients(
 
 
 def weighted_gradients(
-    dx: Tensor,
+    grads: Sequence[Tensor],
     logits: Tensor,
     values: Sequence[Tensor],
     carried: Sequence[Tensor | None],
     offset: int,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Of the values, what was ``carried`` added, and of the logits of each."""
-    dtype, kept = logits.dtype, values[0].dtype
-    with unrounded(dx.device.type):
-        weights, dlogits = _weight_gradients(dx, logits, values, offset)
+) -> tuple[list[Tensor], Tensor]:
+    """Of the values, what was ``carried`` added, and of the logits."""
+    dtype = logits.dtype
+    with unrounded(logits.device.type):
+        weights, dlogits = _weight_gradients(grads, logits, values, offset)
     dvalues = []
-    for weight, more in zip(_spread(weights, dx.shape[-1]).unbind(), carried, strict=True):
-        found = weight * dx if more is None else torch.addcmul(_as(more, dtype), weight, dx)
-        dvalues.append(found if kept == dtype else found.to(kept))
-    return dvalues, list(dlogits.unbind())
+    for value, of_value, more in zip(values, weights.unbind(), carried, strict=True):
+        start = None if more is None else _as(more, dtype)
+        dvalues.append(_as(_weighted_sum(of_value, grads, start), value.dtype))
+    return dvalues, dlogits
 
 
 def score(

@@ -1,9 +1,10 @@
 """The torch backend's depth mix in two halves, for a stream that knows the queries ahead.
 
 A source is scored once for every read to come (:func:`score`): one norm, and one product of
-matrices. A read then only weights and adds (:func:`scored_mix`), so that in both directions it goes
-over each source once, where a mix on its own goes three times; and it hands its sources on
-(:mod:`depthroute.ops.mix`). Run eagerly alone: a compiler fuses the definition.
+matrices. Reads that see the same sources are then mixed together (:func:`scored_mix`), each source
+fetched once for all of them in both directions, where a mix on its own fetches it three times; and
+sources are handed on (:mod:`depthroute.ops.mix`). Run eagerly alone: a compiler fuses the
+definition.
 """
 
 from __future__ import annotations
@@ -22,30 +23,25 @@ from depthroute.ops.private.transforms import no_derivative, refuse_batched
 
 def score(
     source: Tensor, queries: Tensor, gains: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, ...]:
-    """The logits [..., H] of ``source`` [..., D] for each of ``queries`` [G, D]."""
+) -> Tensor:
+    """The logits [G, ..., H] of ``source`` [..., D] for ``queries`` [G, D]."""
     logits: Any = Score.apply(eps, heads, slice_norm, queries, gains, source)
-    return logits.unbind()
+    return logits
 
 
 def scored_mix(
-    logits: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    residual: Tensor | None,
-    offset: int,
-    scale: float,
-    hands_on: bool,
-) -> tuple[Tensor, list[Tensor]]:
-    """:func:`~depthroute.ops.depth_mix` of sources whose logits are known, and the sources to hand
-    on."""
-    RUNS["depth_mix", "torch"] += 1
-    made: Any = ScoredMix.apply(offset, scale, hands_on, residual, *logits, *sources)
-    x, *handed = made
-    return x, handed
+    logits: Sequence[Tensor], sources: Sequence[Tensor], offset: int, scale: float
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The mixes of G reads, unrounded and without a residual, of sources that have the ``logits``
+    [G, ..., H]; and the sources to hand on."""
+    count = len(logits[0])
+    RUNS["depth_mix", "torch"] += count
+    made: Any = ScoredMix.apply(offset, scale, *logits, *sources)
+    return made[:count], made[count:]
 
 
 class Score(torch.autograd.Function):
-    """Logits [G, ..., H], of queries, gains and a source."""
+    """Logits, of queries, gains and a source."""
 
     @staticmethod
     def forward(ctx, eps, heads, slice_norm, queries, gains, source):
@@ -65,34 +61,33 @@ class Score(torch.autograd.Function):
 
 
 class ScoredMix(torch.autograd.Function):
-    """x and the sources again, of a residual or None, the logits and the sources."""
+    """Mixes and the sources again, of logits and sources."""
 
     @staticmethod
-    def forward(ctx, offset, scale, hands_on, residual, *rest):
+    def forward(ctx, offset, scale, *rest):
         count = len(rest) // 2
         logits, sources = torch.stack(rest[:count]), rest[count:]
-        x = _torch.weighted(logits, sources, residual, offset, scale)
+        mixes = _torch.weighted(logits, sources, offset, scale)
         ctx.save_for_backward(logits, *sources)
         ctx.set_materialize_grads(False)
-        ctx.offset, ctx.scale, ctx.hands_on = offset, scale, hands_on
-        ctx.residual_dtype = None if residual is None else residual.dtype
-        handed = [s.view_as(s) for s in sources] if hands_on else ()
-        return x.to(sources[0].dtype), *handed
+        ctx.offset, ctx.scale = offset, scale
+        return *mixes, *[source.view_as(source) for source in sources]
 
     @staticmethod
-    def backward(ctx, grad, *carried):  # pyright: ignore[reportIncompatibleMethodOverride]
-        _refuse((grad, *carried))
+    def backward(ctx, *given):  # pyright: ignore[reportIncompatibleMethodOverride]
+        _refuse(given)
         logits, *sources = ctx.saved_tensors
-        if not ctx.hands_on:
-            carried = [None] * len(sources)
-        if grad is None:
-            return None, None, None, None, *[None] * len(sources), *carried
-        RUNS["depth_mix_backward", "torch"] += 1
-        dx = grad.to(logits.dtype)
-        dx = dx if ctx.scale == 1.0 else dx * ctx.scale
-        dsources, dlogits = _torch.weighted_gradients(dx, logits, sources, carried, ctx.offset)
-        dresidual = None if ctx.residual_dtype is None else dx.to(ctx.residual_dtype)
-        return None, None, None, dresidual, *dlogits, *dsources
+        count = logits.shape[1]
+        grads, carried = given[:count], given[count:]
+        if all(grad is None for grad in grads):
+            return None, None, *[None] * len(sources), *carried
+        RUNS["depth_mix_backward", "torch"] += count
+        none = next(grad for grad in grads if grad is not None)
+        grads = [torch.zeros_like(none) if grad is None else grad for grad in grads]
+        if ctx.scale != 1.0:
+            grads = [grad * ctx.scale for grad in grads]
+        dsources, dlogits = _torch.weighted_gradients(grads, logits, sources, carried, ctx.offset)
+        return None, None, *dlogits.unbind(), *dsources
 
 
 def _refuse(grads: Sequence[Tensor | None]) -> None:
