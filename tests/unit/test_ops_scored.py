@@ -188,9 +188,11 @@ def test_what_cannot_be_known_ahead_is_not_scored(monkeypatch):
     walk(stream.with_tensors(stream.tensors()), sites.at)
 
 
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_stream_that_is_edited_anywhere(at):
-    plan, sites = prepared("delta-block")
+@pytest.mark.parametrize("method", ["delta-block", "attnres-block"])
+@pytest.mark.parametrize("after_push", [False, True])
+@pytest.mark.parametrize("at", range(9))
+def test_a_stream_that_is_edited_anywhere(method, after_push, at):
+    plan, sites = prepared(method)
     embedding = torch.randn(*SHAPE, WIDTH, dtype=torch.float64)
 
     def seen(is_ahead):
@@ -198,8 +200,11 @@ def test_a_stream_that_is_edited_anywhere(at):
         stream = stream if is_ahead else replace(stream, ahead=None)
         for index in range(plan.num_sublayers):
             x, stream = stream.read(sites.at(index))
+            if index == at and not after_push:
+                stream = stream.edited(torch.ones_like(x))
             stream = stream.push(x.sin())
-            stream = stream.edited(torch.ones_like(x)) if index == at else stream
+            if index == at and after_push:
+                stream = stream.edited(torch.ones_like(x))
         return stream.finish(sites.at(plan.num_sublayers))
 
     torch.testing.assert_close(seen(True), seen(False))

@@ -466,19 +466,19 @@ class ResidualStream:
         ``value`` is what the residual state becomes, where adding would round it."""
         if self.pending is not None:
             return self.settled().edited(delta, value)
-        plan, sources, partial = self.plan, self.sources, self.partial
+        plan, sources, partial, ahead = self.plan, self.sources, self.partial, self.ahead
         # whether the newest source holds what was put out last
         is_newest = self.place.starts_block and plan.stores in ("deltas", "states")
         if partial is not None:
             partial = partial + delta
         elif sources and (is_newest or self.index == 0):
             sources = (*sources[:-1], sources[-1] + delta)
+            ahead = None if ahead is None else Ahead()
         state = self.state
         if state is not None and plan.streams > 1:
             state = state + delta.unsqueeze(-2)
         elif state is not None:
             state = state + delta if value is None else value
-        ahead = None if self.ahead is None else Ahead()
         after = _changed(self, sources=sources, partial=partial, state=state, ahead=ahead)
         return after.opened() if self.priors else after
 
