@@ -208,3 +208,21 @@ def test_a_stream_that_is_edited_anywhere(method, after_push, at):
         return stream.finish(sites.at(plan.num_sublayers))
 
     torch.testing.assert_close(seen(True), seen(False))
+
+
+def test_places_that_are_not_read_are_passed_over():
+    plan, sites = prepared("delta-block")
+    embedding = torch.randn(*SHAPE, WIDTH, dtype=torch.float64)
+
+    def seen(is_ahead):
+        stream = nn.ResidualStream.start(embedding, plan, sites=sites)
+        stream = stream if is_ahead else replace(stream, ahead=None)
+        for index in range(plan.num_sublayers):
+            if index % 5:
+                x, stream = stream.read(sites.at(index))
+                stream = stream.push(x.sin())
+            else:
+                stream = stream.push(embedding.cos())
+        return stream.finish(sites.at(plan.num_sublayers))
+
+    torch.testing.assert_close(seen(True), seen(False))

@@ -237,14 +237,10 @@ class Site(nn.Module):
         return ", ".join(parts)
 
 
-Read = tuple[int, int]
-"""Of a place, by its index: which of its reads."""
-
-
 class Queries(NamedTuple):
-    """Of all reads that choose, in their order."""
+    """Of all places that choose, in their order."""
 
-    reads: tuple[Read, ...]
+    places: tuple[int, ...]
     queries: Tensor
     """[G, D], and so the gains."""
     gains: Tensor
@@ -269,24 +265,21 @@ class Routing:
     @cached_property
     def queries(self) -> Queries:
         """Stacked, which is once a forward."""
-        reads: dict[Read, SiteParameters] = {}
-        for index, site in enumerate(self.sites):
-            if site is not None and site.query is not None:
-                reads |= {(index, read.read): read for read in site.reads}
-        queries = torch.stack([read.query for read in reads.values()])  # pyright: ignore
-        gains = torch.stack([read.key_weight for read in reads.values()])  # pyright: ignore
-        return Queries(tuple(reads), queries, gains)
+        sites = {i: s for i, s in enumerate(self.sites) if s is not None and s.query is not None}
+        queries = torch.stack([site.query for site in sites.values()])  # pyright: ignore
+        gains = torch.stack([site.key_weight for site in sites.values()])  # pyright: ignore
+        return Queries(tuple(sites), queries, gains)
 
-    def windows(self, first: Read) -> list[tuple[Read, ...]]:
-        """The reads from ``first`` on, those together that see the same finished sources and
-        nothing else."""
-        reads, windows, before = self.queries.reads, [], None
-        for read in reads[reads.index(first) :]:
-            place = self.plan.places[read[0]]
+    def windows(self, first: int) -> list[tuple[int, ...]]:
+        """The places that choose from ``first`` on, those together that see the same finished
+        sources and nothing else."""
+        places, windows, before = self.queries.places, [], None
+        for index in places[places.index(first) :]:
+            place = self.plan.places[index]
             seen = None if place.reads_unfinished else place.num_finished
             if seen is None or seen != before or len(windows[-1]) == LONGEST_WINDOW:
                 windows.append(())
-            windows[-1] += (read,)
+            windows[-1] += (index,)
             before = seen
         return windows
 

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
-from depthroute.nn.site import Read, Routing, Site, SiteParameters, Sites
+from depthroute.nn.site import Routing, Site, SiteParameters, Sites
 from depthroute.plan import Place, Plan
 
 
@@ -64,10 +64,10 @@ class PreNorm(NamedTuple):
 class Ahead(NamedTuple):
     """What is known of reads to come."""
 
-    scores: tuple[Mapping[Read, Tensor], ...] = ()
-    """Of sources in their order, the logits of the reads in a window, by its first."""
-    mixes: Mapping[Read, Tensor] = MappingProxyType({})
-    """Of the window's reads, without what they are added to."""
+    scores: tuple[Mapping[int, Tensor], ...] = ()
+    """Of sources in their order, the logits of the places in a window, by the first of them."""
+    mixes: Mapping[int, Tensor] = MappingProxyType({})
+    """Of the places in a window, without what they are added to."""
 
 
 @dataclass(frozen=True)
@@ -290,43 +290,42 @@ class ResidualStream:
         return x, self._after(place, (*sources[:grouped], *made.sources), made, reads_newest)
 
     def _knows(self, site: SiteParameters) -> bool:
-        """Whether ``site`` is what :attr:`sites` has for this read, so that others to come are
+        """Whether ``site`` is what :attr:`sites` has for this place, so that others to come are
         known. Only for training: at a token or two a call costs more than its arithmetic."""
         if self.sites is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return False
         known = self.sites.at(self.index)
-        if known is None or site.query is None or site.key_weight is not known.key_weight:
+        if known is None or site.query is None:
             return False
-        return site.query is (known.value_query if site.read else known.query)
+        return site.query is known.query and site.key_weight is known.key_weight
 
     def _mix_ahead(self, place: Place, site: SiteParameters) -> tuple[Tensor, ResidualStream]:
-        """As :meth:`_mix`, for this read and those to come that see the same sources."""
-        read = self.index, site.read
+        """As :meth:`_mix`, for this place and those to come that see the same sources."""
         assert self.ahead is not None
-        stream = self if read in self.ahead.mixes else self._mixed(place, site, read)
-        scores, mixes = stream.ahead or Ahead()
-        x, rest = mixes[read], {other: mix for other, mix in mixes.items() if other != read}
-        reads_newest = place.num_sources > len(self.sources)
-        _, residual, _, _ = self._parts(place, reads_newest)
+        stream = self if place.index in self.ahead.mixes else self._mixed(place, site)
+        scores, mixes = stream.ahead or self.ahead
+        rest = {index: mix for index, mix in mixes.items() if index != place.index}
+        _, residual, _, _ = self._parts(place, place.num_sources > len(self.sources))
+        x = mixes[place.index]
         if residual is not None:
             x = torch.add(x, residual, alpha=1.0 if place.has_gate else place.scale)
         return x.to(self.example.dtype), _changed(stream, ahead=Ahead(scores, rest))
 
-    def _mixed(self, place: Place, site: SiteParameters, read: Read) -> ResidualStream:
-        """The stream with the window mixed that ``read`` opens."""
+    def _mixed(self, place: Place, site: SiteParameters) -> ResidualStream:
+        """The stream with the window mixed that ``place`` opens."""
         assert self.ahead is not None and self.sites is not None
         plan, count, sources = self.plan, len(self.sources), self.visible()
         settings, scores = (site.eps, site.heads, site.slice_norm), self.ahead.scores
-        windows = self.sites.windows(read)
-        if any(read not in of_source for of_source in scores):  # one before it was not made
+        windows = self.sites.windows(place.index)
+        if any(place.index not in logits for logits in scores):  # it is amid one that was not read
             scores = ()
         if len(scores) < count:
-            reads, queries, gains = self.sites.queries
-            first, sizes = reads.index(read), [len(window) for window in windows]
+            places, queries, gains = self.sites.queries
+            first, sizes = places.index(place.index), [len(window) for window in windows]
             for source in self.sources[len(scores) :]:
                 logits = ops.score(source, queries[first:], gains[first:], *settings).split(sizes)
                 scores += ({w[0]: rows for w, rows in zip(windows, logits, strict=True)},)
-        logits = [of_source[read] for of_source in scores]
+        logits = [of_source[place.index] for of_source in scores]
         if len(sources) > count:  # what is unfinished is another source at the next place
             assert site.query is not None and site.key_weight is not None
             alone = site.query.unsqueeze(0), site.key_weight.unsqueeze(0)
@@ -607,8 +606,9 @@ def _check_tensor(what: str, tensor: Any) -> None:
 
 
 def _reads_ahead(plan: Plan, backend: str) -> bool:
-    """Whether reads are computed together, wherever those to come are known."""
-    return backend == "torch" and plan.softmax == "query" and plan.group_size is None
+    """Whether places are read together, wherever those to come are known."""
+    is_plain = plan.softmax == "query" and not plan.value_reads
+    return backend == "torch" and is_plain and plan.group_size is None
 
 
 def _chosen_backend(example: Tensor) -> str:

@@ -71,28 +71,26 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _scores(
     sources: Sequence[Tensor], queries: Tensor, eps: float, rstd: Tensor, logits: Tensor
 ) -> None:
-    """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, each read twice and never
-    copied.
+    """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, never copied.
 
-    Small tensors cost a launch each, so whatever is per token is done for all sources at once.
+    Small tensors cost a launch each, so whatever is per token is done for all sources at once. A
+    product with each query alone: what a layer recomputes for fewer of them is the same to the bit.
     """
-    tokens, width = sources[0].shape
-    count, dtype, parts, heads = queries.shape[0], queries.dtype, rstd.shape[-1], logits.shape[-1]
-    is_one = heads == 1 and count == 1
-    query, sliced = queries[0], queries.view(count, heads, -1)
-    dots = (logits.view(len(sources), tokens) if is_one else logits).unbind()
-    for source, norm, dot in zip(sources, rstd.unbind(), dots, strict=True):
+    width, dtype, parts, heads = *queries.shape[1:], queries.dtype, rstd.shape[-1], logits.shape[-1]
+    sliced = queries.view(-1, heads, width // heads)
+    for source, norm, dots in zip(sources, rstd.unbind(), logits.unbind(), strict=True):
         s = source if source.dtype == dtype else source.to(dtype)
         if parts == 1:
             torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norm)
         else:
             torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norm)
-        if is_one:
-            torch.mv(s, query, out=dot)
-        elif heads == 1:
-            torch.mm(queries, s.t(), out=dot.squeeze(-1))
+        if heads == 1:
+            for query, dot in zip(queries.unbind(), dots.squeeze(-1).unbind(), strict=True):
+                torch.mv(s, query, out=dot)
         else:
-            dot.copy_(torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced))
+            s = s.unflatten(-1, (heads, -1))
+            for query, dot in zip(sliced.unbind(), dots.unbind(), strict=True):
+                dot.copy_(torch.linalg.vecdot(s, query))
     rstd.square_().mul_(parts / width).add_(eps).rsqrt_()
     logits.mul_(rstd.unsqueeze(1))
 
@@ -198,11 +196,9 @@ def mix_forward(mix: Mix) -> MixResults:
     if sources:  # there may be a finished group with nothing newer
         _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
-    start = None
+    x = _weighted_sum(_weights(logits, mix.offset, scale), values, None)
     if mix.residual is not None:
-        start = _as(_rows(mix.residual), query.dtype)
-        start = start if scale == 1.0 else start * scale
-    x = _weighted_sum(_weights(logits, mix.offset, scale), values, start)
+        x.add_(_rows(mix.residual), alpha=scale)
     return stats, [_as(x, mix.dtype).view(shape)]
 
 
