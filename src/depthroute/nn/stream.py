@@ -15,9 +15,8 @@ of looking at a stream sees the output added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils import _pytree as pytree
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
-from depthroute.nn.site import Routing, Site, SiteParameters, Sites
+from depthroute.nn.site import Ahead, Routing, Site, SiteParameters, Sites
 from depthroute.plan import Place, Plan
 
 
@@ -61,15 +60,6 @@ class PreNorm(NamedTuple):
     eps: float = 0.0
 
 
-class Ahead(NamedTuple):
-    """What is known of reads to come."""
-
-    scores: tuple[Mapping[int, Tensor], ...] = ()
-    """Of sources in their order, the logits of the places in a window, by the first of them."""
-    mixes: Mapping[int, Tensor] = MappingProxyType({})
-    """Of the places in a window, without what they are added to."""
-
-
 @dataclass(frozen=True)
 class ResidualStream:
     plan: Plan
@@ -88,7 +78,7 @@ class ResidualStream:
     links: tuple[Tensor, ...] = ()
     """Of several streams, between a read and its push: the weights of writing and of mixing."""
     ahead: Ahead | None = None
-    """Of reads to come; None where every read is computed on its own."""
+    """None where every read is computed on its own."""
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
@@ -240,7 +230,7 @@ class ResidualStream:
         if place.chooses:
             assert site is not None
             is_known = self.ahead is not None and self._knows(site)
-            x, after = self._mix_ahead(place, site) if is_known else self._mix(place, site, None)
+            x, after = self._mix_ahead(place) if is_known else self._mix(place, site, None)
         else:
             (x,), after = self.visible(), self
         if place.has_gate:
@@ -299,44 +289,21 @@ class ResidualStream:
             return False
         return site.query is known.query and site.key_weight is known.key_weight
 
-    def _mix_ahead(self, place: Place, site: SiteParameters) -> tuple[Tensor, ResidualStream]:
+    def _mix_ahead(self, place: Place) -> tuple[Tensor, ResidualStream]:
         """As :meth:`_mix`, for this place and those to come that see the same sources."""
-        assert self.ahead is not None
-        stream = self if place.index in self.ahead.mixes else self._mixed(place, site)
-        scores, mixes = stream.ahead or self.ahead
-        rest = {index: mix for index, mix in mixes.items() if index != place.index}
-        _, residual, _, _ = self._parts(place, place.num_sources > len(self.sources))
-        x = mixes[place.index]
+        assert self.ahead is not None and self.sites is not None
+        count, fields = len(self.sources), {}
+        sources, residual, _, _ = self._parts(place, place.num_sources > count)
+        ahead = self.ahead
+        if place.index not in ahead.mixes:
+            ahead, handed = ahead.opened(self.sites, place, sources)
+            fields["sources"] = tuple(handed[:count])
+            if len(handed) > count:
+                fields["state" if self.partial is None else "partial"] = handed[-1]
+        x, ahead = ahead.taken(place.index)
         if residual is not None:
             x = torch.add(x, residual, alpha=1.0 if place.has_gate else place.scale)
-        return x.to(self.example.dtype), _changed(stream, ahead=Ahead(scores, rest))
-
-    def _mixed(self, place: Place, site: SiteParameters) -> ResidualStream:
-        """The stream with the window mixed that ``place`` opens."""
-        assert self.ahead is not None and self.sites is not None
-        plan, count, sources = self.plan, len(self.sources), self.visible()
-        settings, scores = (site.eps, site.heads, site.slice_norm), self.ahead.scores
-        windows = self.sites.windows(place.index)
-        if any(place.index not in logits for logits in scores):  # it is amid one that was not read
-            scores = ()
-        if len(scores) < count:
-            places, queries, gains = self.sites.queries
-            first, sizes = places.index(place.index), [len(window) for window in windows]
-            for source in self.sources[len(scores) :]:
-                logits = ops.score(source, queries[first:], gains[first:], *settings).split(sizes)
-                scores += ({w[0]: rows for w, rows in zip(windows, logits, strict=True)},)
-        logits = [of_source[place.index] for of_source in scores]
-        if len(sources) > count:  # what is unfinished is another source at the next place
-            assert site.query is not None and site.key_weight is not None
-            alone = site.query.unsqueeze(0), site.key_weight.unsqueeze(0)
-            logits.append(ops.score(sources[-1], *alone, *settings))
-        scale = 1.0 if place.has_gate else place.scale
-        mixes, handed = ops.scored_mix(logits, sources, plan.weight_offset, scale)
-        ahead = Ahead(scores, dict(zip(windows[0], mixes, strict=True)))
-        after: dict[str, Any] = {"sources": tuple(handed[:count]), "ahead": ahead}
-        if len(sources) > count:
-            after["state" if self.partial is None else "partial"] = handed[-1]
-        return _changed(self, **after)
+        return x.to(self.example.dtype), _changed(self, ahead=ahead, **fields)
 
     def _parts(self, place: Place, reads_newest: bool) -> tuple[Any, ...]:
         """Sources, residual, output and partial of the mix at the place ahead."""
