@@ -1,7 +1,7 @@
 """The torch backend's depth mix in two halves, for a stream that knows the queries ahead.
 
-A source is scored once for every read to come (:func:`score`): one norm, and one product of
-matrices. Reads that see the same sources are then mixed together (:func:`scored_mix`), each source
+A source is scored once for every read to come (:func:`score`), normed once and while it is at
+hand. Reads that see the same sources are then mixed together (:func:`scored_mix`), each source
 fetched once for all of them in both directions, where a mix on its own fetches it three times; and
 sources are handed on (:mod:`depthroute.ops.mix`). Run eagerly alone: a compiler fuses the
 definition.
