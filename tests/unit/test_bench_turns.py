@@ -1,5 +1,7 @@
 """Methods beside standard: in the same window, in turn, each with its own memory alone."""
 
+import time
+
 import pytest
 import torch
 
@@ -252,3 +254,17 @@ def test_peak_memory_is_a_methods_own_whatever_lies_beside_it(monkeypatch, other
         torch.cuda, "max_memory_allocated", lambda device: mine + others + activations
     )
     assert runner.peak_gb() == pytest.approx((mine + activations) / 1e9, rel=1e-3)
+
+
+def test_a_cpu_is_timed_on_one_thread_by_its_own_time():
+    threads, device = torch.get_num_threads(), torch.device("cpu")
+    torch.set_num_threads(2)
+    try:
+        with timing.steadied(device) as clock:
+            assert (torch.get_num_threads(), clock) == (1, "CPU time of one thread")
+            (slept,) = timing.each_ms(lambda: time.sleep(0.05), device, 1)
+        assert torch.get_num_threads() == 2
+        (waited,) = timing.each_ms(lambda: time.sleep(0.05), device, 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert slept < 25 < waited

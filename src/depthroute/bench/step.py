@@ -281,8 +281,12 @@ def run(
         rounds=rounds,
         on_round=lambda *result: keep_round(record, *result),
     )
-    with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT):  # a compilation a method
-        for group in turns.groups(methods, torch.device(settings.device), rounds):
+    device = torch.device(settings.device)
+    with (
+        dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT),  # a compilation a method
+        timing.steadied(device) as record.values["clock"],
+    ):
+        for group in turns.groups(methods, device, rounds):
             for row in measured.rows(group):
                 finish(row, record, profile)
 

@@ -3,17 +3,19 @@
 On a GPU times are medians of CUDA-graph replays, because an eager timing of operators this short
 measures Python. One graph holds as many calls as take a millisecond, because starting a graph takes
 microseconds, which a model pays once a step and not once a call. On a CPU times are medians of
-wall-clock times. ``frac`` is the fewest bytes that could be moved over the time, as a fraction of
+wall-clock times or, of one thread (:func:`steadied`), of its CPU time, which other programs change
+least. ``frac`` is the fewest bytes that could be moved over the time, as a fraction of
 the bytes per second of a plain copy in the same run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -112,11 +114,12 @@ def _repeat(call: Callable[[], object], device: torch.device, budget_ms: float) 
 def each_ms(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
     """The time of every call, without waiting for the device between them."""
     if device.type != "cuda":
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         times = []
         for _ in range(repeats):
-            started = time.perf_counter()
+            started = clock()
             call()
-            times.append((time.perf_counter() - started) * 1e3)
+            times.append((clock() - started) * 1e3)
         return times
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for first, last in events:
@@ -125,6 +128,21 @@ def each_ms(call: Callable[[], object], device: torch.device, repeats: int) -> l
         last.record()
     torch.cuda.synchronize()
     return [first.elapsed_time(last) for first, last in events]
+
+
+@contextlib.contextmanager
+def steadied(device: torch.device) -> Iterator[str]:
+    """Calls inside the block run on one thread if on a CPU: several wait for each other, and for
+    other programs. What their times are then, in words."""
+    threads = torch.get_num_threads()
+    if device.type == "cuda":
+        yield "time on the device"
+        return
+    torch.set_num_threads(1)
+    try:
+        yield "CPU time of one thread"
+    finally:
+        torch.set_num_threads(threads)
 
 
 def copy_ceiling(device: torch.device, num_bytes: int = COPY_BYTES) -> float:

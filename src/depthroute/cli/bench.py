@@ -252,7 +252,8 @@ def step(*, model: ModelOptions, options: StepOptions, output: OutputOptions) ->
 
     Methods take turns with standard, step by step. On a GPU each method does so alone, and where
     the two do not fit together they are measured one after the other; on a CPU (`--device cpu
-    --preset tiny`, perhaps with `--eager`) all methods take turns. TFLOP/s are the model's: 6 for
+    --preset tiny`, perhaps with `--eager`) all methods take turns on one thread, and its CPU time
+    is taken. TFLOP/s are the model's: 6 for
     each weight of a matrix product and token, and causal attention; not routing or recomputation.
     """
     measure_step(model, options, output)
@@ -278,7 +279,8 @@ def measure_step(
         stepping.run(
             record, settings, methods, steps=options.steps, rounds=options.alone, profile=profile
         )
-    output.finish(record, STEP_COLUMNS, f"training step, {model.preset}")
+    clock = record.values.get("clock", "not timed")
+    output.finish(record, STEP_COLUMNS, f"training step, {model.preset}: {clock}")
 
 
 @bench.command(epilog="Example: `depthroute bench decode --methods standard,delta-block`")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from depthroute import ops
 from depthroute.checks import check_choice, check_number, check_whole
 from depthroute.errors import ConfigError
-from depthroute.plan import Plan
+from depthroute.plan import Place, Plan
 
 if TYPE_CHECKING:
     from depthroute.nn.stream import Observer
@@ -24,6 +26,9 @@ STREAM_FACTOR = 0.01
 STREAM_OWN, STREAM_APART = 7 / 4, -8.0
 """How a place of mHC starts: what its own stream is added of an output, more than the others, or
 they would be alike and their gradients too; and the logit of mixing one stream into another."""
+
+LONGEST_WINDOW = 4
+"""Reads that are mixed together ahead of the first: so many more activations are held."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +252,20 @@ class Site(nn.Module):
         return ", ".join(parts)
 
 
+class Queries(NamedTuple):
+    """Of all places that choose, in their order."""
+
+    places: tuple[int, ...]
+    queries: Tensor
+    """[G, D], and so the gains."""
+    gains: Tensor
+
+    def since(self, place: int) -> tuple[Tensor, Tensor]:
+        """Queries and gains from ``place`` on."""
+        first = self.places.index(place)
+        return self.queries[first:], self.gains[first:]
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What calling :class:`Sites` returns: every site's parameters, by the place that reads them.
@@ -278,9 +297,65 @@ class Routing:
         sites = (site.folded(products) if site in chosen else site for site in self.sites)
         return replace(self, sites=tuple(sites))
 
+    @cached_property
+    def queries(self) -> Queries:
+        """Stacked, which is once a forward."""
+        sites = {i: s for i, s in enumerate(self.sites) if s is not None and s.query is not None}
+        queries = torch.stack([site.query for site in sites.values()])  # pyright: ignore
+        gains = torch.stack([site.key_weight for site in sites.values()])  # pyright: ignore
+        return Queries(tuple(sites), queries, gains)
+
+    def windows(self, first: int) -> list[tuple[int, ...]]:
+        """The places that choose from ``first`` on, those together that see the same finished
+        sources and nothing else."""
+        places, windows, before = self.queries.places, [], None
+        for index in places[places.index(first) :]:
+            place = self.plan.places[index]
+            seen = None if place.reads_unfinished else place.num_finished
+            if seen is None or seen != before or len(windows[-1]) == LONGEST_WINDOW:
+                windows.append(())
+            windows[-1] += (index,)
+            before = seen
+        return windows
+
     def to(self, device: Any, non_blocking: bool = False) -> Routing:
         moved = (None if site is None else site.to(device, non_blocking) for site in self.sites)
         return replace(self, sites=tuple(moved))
+
+
+class Ahead(NamedTuple):
+    """What a stream knows of places to come, where nothing but their queries is needed for it."""
+
+    scores: tuple[Mapping[int, Tensor], ...] = ()
+    """Of sources in their order, the logits of the places in a window, by the first of them."""
+    mixes: Mapping[int, Tensor] = MappingProxyType({})
+    """Of the places in a window, without what they are added to."""
+
+    def taken(self, index: int) -> tuple[Tensor, Ahead]:
+        """The mix of a place, and the others."""
+        rest = {other: mix for other, mix in self.mixes.items() if other != index}
+        return self.mixes[index], Ahead(self.scores, rest)
+
+    def opened(
+        self, routing: Routing, place: Place, sources: Sequence[Tensor]
+    ) -> tuple[Ahead, Sequence[Tensor]]:
+        """With the window mixed that ``place`` opens, over ``sources``; and these to hand on."""
+        site, first, scores = routing.at(place.index), place.index, self.scores
+        assert site is not None and site.query is not None and site.key_weight is not None
+        settings, windows = (site.eps, site.heads, site.slice_norm), routing.windows(first)
+        if any(first not in logits for logits in scores):  # amid a window that was not read
+            scores = ()
+        for source in sources[len(scores) : place.num_finished]:
+            logits = ops.score(source, *routing.queries.since(first), *settings)
+            rows = logits.split([len(window) for window in windows])
+            scores += ({w[0]: of_window for w, of_window in zip(windows, rows, strict=True)},)
+        logits = [of_source[first] for of_source in scores]
+        if len(sources) > len(scores):  # what is unfinished is another source at the next place
+            alone = site.query.unsqueeze(0), site.key_weight.unsqueeze(0)
+            logits.append(ops.score(sources[-1], *alone, *settings))
+        scale = 1.0 if place.has_gate else place.scale
+        mixes, handed = ops.scored_mix(logits, sources, routing.plan.weight_offset, scale)
+        return Ahead(scores, dict(zip(windows[0], mixes, strict=True))), handed
 
 
 class Sites(nn.Module):

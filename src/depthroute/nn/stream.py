@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from depthroute import ops
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError, DepthrouteError, shown
-from depthroute.nn.site import Routing, Site, SiteParameters, Sites
+from depthroute.nn.site import Ahead, Routing, Site, SiteParameters, Sites
 from depthroute.plan import Place, Plan
 
 
@@ -78,6 +78,8 @@ class ResidualStream:
     """Phase-1 output and log-sum-exp of every read of this and the group's later places."""
     links: tuple[Tensor, ...] = ()
     """Of several streams, between a read and its push: the weights of writing and of mixing."""
+    ahead: Ahead | None = None
+    """None where every read is computed on its own."""
     sites: Routing | None = None
     """All sites, if two-phase groups are wanted: phase 1 needs the queries ahead of time."""
     observer: Observer | None = None
@@ -127,6 +129,7 @@ class ResidualStream:
             index=0,
             sources=(embedding,) if holds else (),
             state=state,
+            ahead=Ahead() if _reads_ahead(config, backend) else None,
             sites=sites(embedding) if isinstance(sites, Sites) else sites,
             observer=observer,
             backend=backend,
@@ -227,14 +230,17 @@ class ResidualStream:
             return x, _changed(self, links=tuple(links))
         if place.chooses:
             assert site is not None
-            x, after = self._mix(place, site, None)
+            is_known = self.ahead is not None and self._knows(site)
+            x, after = self._mix_ahead(place) if is_known else self._mix(place, site, None)
         else:
             (x,), after = self.visible(), self
         if place.has_gate:
             assert site is not None and site.gate is not None and self.state is not None
             return self.state + site.gate.to(x.dtype) * x, after
         if not place.chooses:
-            if self.plan.adds_state or self.plan.sums_sources:
+            if self.plan.sums_sources:  # the source itself, and once more for its weight of 1
+                x = 2 * x if self.partial is None else torch.add(self.partial, x, alpha=2)
+            elif self.plan.adds_state:
                 x = self.value + x
             x = x if place.scale == 1.0 else x * place.scale
         return x, after
@@ -273,6 +279,32 @@ class ResidualStream:
         if pending is None and made.sources is mix.sources:
             return x, self
         return x, self._after(place, (*sources[:grouped], *made.sources), made, reads_newest)
+
+    def _knows(self, site: SiteParameters) -> bool:
+        """Whether ``site`` is what :attr:`sites` has for this place, so that others to come are
+        known. Only for training: at a token or two a call costs more than its arithmetic."""
+        if self.sites is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        known = self.sites.at(self.index)
+        if known is None or not known.has_gain:
+            return False
+        return site.query is known.query and site.key_weight is known.key_weight
+
+    def _mix_ahead(self, place: Place) -> tuple[Tensor, ResidualStream]:
+        """As :meth:`_mix`, for this place and those to come that see the same sources."""
+        assert self.ahead is not None and self.sites is not None
+        count, fields = len(self.sources), {}
+        sources, residual, _, _ = self._parts(place, place.num_sources > count)
+        ahead = self.ahead
+        if place.index not in ahead.mixes:
+            ahead, handed = ahead.opened(self.sites, place, sources)
+            fields["sources"] = tuple(handed[:count])
+            if len(handed) > count:
+                fields["state" if self.partial is None else "partial"] = handed[-1]
+        x, ahead = ahead.taken(place.index)
+        if residual is not None:
+            x = torch.add(x, residual, alpha=1.0 if place.has_gate else place.scale)
+        return x.to(self.example.dtype), _changed(self, ahead=ahead, **fields)
 
     def _parts(self, place: Place, reads_newest: bool) -> tuple[Any, ...]:
         """Sources, residual, output and partial of the mix at the place ahead."""
@@ -401,19 +433,20 @@ class ResidualStream:
         ``value`` is what the residual state becomes, where adding would round it."""
         if self.pending is not None:
             return self.settled().edited(delta, value)
-        plan, sources, partial = self.plan, self.sources, self.partial
+        plan, sources, partial, ahead = self.plan, self.sources, self.partial, self.ahead
         # whether the newest source holds what was put out last
         is_newest = self.place.starts_block and plan.stores in ("deltas", "states")
         if partial is not None:
             partial = partial + delta
         elif sources and (is_newest or self.index == 0):
             sources = (*sources[:-1], sources[-1] + delta)
+            ahead = None if ahead is None else Ahead()
         state = self.state
         if state is not None and plan.streams > 1:
             state = state + delta.unsqueeze(-2)
         elif state is not None:
             state = state + delta if value is None else value
-        after = _changed(self, sources=sources, partial=partial, state=state)
+        after = _changed(self, sources=sources, partial=partial, state=state, ahead=ahead)
         return after.opened() if self.priors else after
 
     def opened(self) -> ResidualStream:
@@ -465,7 +498,7 @@ class ResidualStream:
 
         there = pytree.tree_map_only(Tensor, moved, {name: getattr(self, name) for name in names})
         sites = None if self.sites is None else self.sites.to(device, non_blocking)
-        stream = _changed(self, **there, sites=sites)
+        stream = _changed(self, **there, sites=sites, ahead=None)
         is_same = stream.example.device == self.example.device
         if is_same or not self.plan.chooses:
             return stream
@@ -485,7 +518,7 @@ class ResidualStream:
     def emptied(self) -> ResidualStream:
         """The structure without the tensors."""
         nothing = dict.fromkeys(("sources", "priors", "links"), ())
-        return _changed(self, **nothing, partial=None, state=None, pending=None)
+        return _changed(self, **nothing, partial=None, state=None, pending=None, ahead=None)
 
     def tensors(self) -> list[Tensor]:
         if self.pending is not None:
@@ -516,6 +549,7 @@ class ResidualStream:
             pending=None,
             priors=priors,
             links=links,
+            ahead=None,
         )
 
 
@@ -537,6 +571,12 @@ def _check_tensor(what: str, tensor: Any) -> None:
             else shown(tensor)
         )
         raise DepthrouteError(f"{what} is {kind}; a stream takes floating tensors [..., D]")
+
+
+def _reads_ahead(plan: Plan, backend: str) -> bool:
+    """Whether places are read together, wherever those to come are known."""
+    is_plain = plan.softmax == "query" and not plan.value_reads
+    return backend == "torch" and is_plain and plan.group_size is None
 
 
 def _chosen_backend(example: Tensor) -> str:

@@ -36,6 +36,7 @@ from depthroute.ops.mix import (
 )
 from depthroute.ops.private.inductor import compile_options
 from depthroute.ops.rehearsal import compile_ahead
+from depthroute.ops.scored import score, scored_mix
 from depthroute.ops.static import static_mix
 
 __all__ = [
@@ -67,6 +68,8 @@ __all__ = [
     "most_fused",
     "record_backends",
     "reference",
+    "score",
+    "scored_mix",
     "static_mix",
     "value_residual",
 ]

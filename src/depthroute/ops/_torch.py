@@ -71,26 +71,26 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _scores(
     sources: Sequence[Tensor], queries: Tensor, eps: float, rstd: Tensor, logits: Tensor
 ) -> None:
-    """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, each read twice and never
-    copied.
+    """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, never copied.
 
-    Small tensors cost a launch each, so whatever is per token is done for all sources at once.
+    Small tensors cost a launch each, so whatever is per token is done for all sources at once. A
+    product with each query alone: what a layer recomputes for fewer of them is the same to the bit.
     """
-    tokens, width = sources[0].shape
-    count, dtype, parts, heads = queries.shape[0], queries.dtype, rstd.shape[-1], logits.shape[-1]
-    is_one = heads == 1 and count == 1
-    query, sliced = queries[0], queries.view(count, heads, -1)
-    dots = (logits.view(len(sources), tokens) if is_one else logits).unbind()
-    for source, norm, dot in zip(sources, rstd.unbind(), dots, strict=True):
+    width, dtype, parts, heads = *queries.shape[1:], queries.dtype, rstd.shape[-1], logits.shape[-1]
+    sliced = queries.view(-1, heads, width // heads)
+    for source, norm, dots in zip(sources, rstd.unbind(), logits.unbind(), strict=True):
         s = source if source.dtype == dtype else source.to(dtype)
         if parts == 1:
             torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norm)
         else:
             torch.linalg.vector_norm(s.unflatten(-1, (parts, -1)), dim=-1, out=norm)
-        if is_one:
-            torch.mv(s, query, out=dot)
+        if heads == 1:
+            for query, dot in zip(queries.unbind(), dots.squeeze(-1).unbind(), strict=True):
+                torch.mv(s, query, out=dot)
         else:
-            dot.copy_(torch.einsum("nhd,ghd->gnh", s.unflatten(-1, (heads, -1)), sliced))
+            s = s.unflatten(-1, (heads, -1))
+            for query, dot in zip(sliced.unbind(), dots.unbind(), strict=True):
+                dot.copy_(torch.linalg.vecdot(s, query))
     rstd.square_().mul_(parts / width).add_(eps).rsqrt_()
     logits.mul_(rstd.unsqueeze(1))
 
@@ -190,26 +190,33 @@ def few_forward(mix: Mix) -> Tensor:
 @_unrounded
 def mix_forward(mix: Mix) -> MixResults:
     query, heads, scale, shape = mix.query, mix.heads, mix.scale, mix.example.shape
-    dtype, width = query.dtype, shape[-1]
     sources = mix.sources if len(shape) == 2 else [_rows(s) for s in mix.sources]
     stats = query.new_empty(*shape[:-1], mix.num_scores)
     rstd, logits = _split(stats, len(sources), _parts(heads, mix.slice_norm), heads)
     if sources:  # there may be a finished group with nothing newer
         _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
-    weights = _weights(logits, mix.offset, scale)
-    if heads > 1:
-        weights = weights.repeat_interleave(width // heads, dim=-1)
-    weight, *weights = weights.unbind()
-    value, *values = [v if v.dtype == dtype else v.to(dtype) for v in values]
-    if mix.residual is None:
-        x = weight * value
-    else:
-        start = _as(_rows(mix.residual), dtype)
-        x = torch.addcmul(start if scale == 1.0 else start * scale, weight, value)
-    for weight, value in zip(weights, values, strict=True):
-        x.addcmul_(weight, value)
+    x = _weighted_sum(_weights(logits, mix.offset, scale), values, None)
+    if mix.residual is not None:
+        x.add_(_rows(mix.residual), alpha=scale)
     return stats, [_as(x, mix.dtype).view(shape)]
+
+
+def _weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None) -> Tensor:
+    """``start`` and weights [S, ..., H] times values [..., D]."""
+    dtype = weights.dtype
+    weight, *others = _spread(weights, values[0].shape[-1]).unbind()
+    first = _as(values[0], dtype)
+    x = weight * first if start is None else torch.addcmul(start, weight, first)
+    for weight, value in zip(others, values[1:], strict=True):
+        x.addcmul_(weight, value if value.dtype == dtype else value.to(dtype))
+    return x
+
+
+def weighted(logits: Tensor, values: Sequence[Tensor], offset: int, scale: float) -> list[Tensor]:
+    """The mixes [..., D] of every read, unrounded, by logits [S, G, ..., H]."""
+    weights = _weights(logits, offset, scale)
+    return [_weighted_sum(of_read, values, None) for of_read in weights.unbind(1)]
 
 
 @_unrounded
@@ -227,15 +234,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
     rstd, logits = _split(back.stats, len(sources), _parts(heads, back.slice_norm), heads)
     values, every = _with_prior(prior, back.prior_lse, sources, logits)
     values = [value if value.dtype == dtype else value.to(dtype) for value in values]
-    alpha = torch.softmax(every, 0)  # exp(logit - lse) would lose digits where logits are large
-    u = torch.empty_like(alpha)
-    for value, dot in zip(values, u.unbind(), strict=True):
-        _pair_dot(dx, value, heads, dot)
-    weighted = alpha * u
-    dlogits = torch.addcmul(weighted, alpha, weighted.sum(0), value=-1.0)
-    weights = alpha
-    if back.offset:
-        weights = alpha + (1.0 if back.offset > 0 else -1.0 / len(values))
+    weights, dlogits = _weight_gradients([dx], every.unsqueeze(1), values, back.offset)
+    weights, dlogits = weights.squeeze(1), dlogits.squeeze(1)
     others = []
     if prior is not None and back.prior_lse is not None:
         dprior = (_spread(weights[0], width) * dx).to(prior.dtype)
@@ -253,6 +253,70 @@ def mix_backward(back: MixBackward) -> MixGradients:
         out = out if dtype == source_dtype else out.to(source_dtype)
         dsources.append(out if len(shape) == 2 else out.view(shape))
     return dsources, dquery.unsqueeze(0), others
+
+
+def _weight_gradients(
+    grads: Sequence[Tensor], logits: Tensor, values: Sequence[Tensor], offset: int
+) -> tuple[Tensor, Tensor]:
+    """The weights, and the gradients of the logits [S, G, ..., H], of G reads."""
+    alpha = torch.softmax(logits, 0)  # exp(logit - lse) would lose digits where logits are large
+    u, heads, dtype = torch.empty_like(alpha), logits.shape[-1], logits.dtype
+    for value, dots in zip(values, u.unbind(), strict=True):
+        wide_value = value if value.dtype == dtype else value.to(dtype)
+        for dx, dot in zip(grads, dots.unbind(), strict=True):
+            _pair_dot(dx, wide_value, heads, dot)
+    of_weights = alpha * u
+    dlogits = torch.addcmul(of_weights, alpha, of_weights.sum(0), value=-1.0)
+    if offset:
+        alpha = alpha + (1.0 if offset > 0 else -1.0 / len(values))
+    return alpha, dlogits
+
+
+def weighted_gradients(
+    grads: Sequence[Tensor],
+    logits: Tensor,
+    values: Sequence[Tensor],
+    carried: Sequence[Tensor | None],
+    offset: int,
+) -> tuple[list[Tensor], Tensor]:
+    """Of the values, what was ``carried`` added, and of the logits."""
+    dtype = logits.dtype
+    with unrounded(logits.device.type):
+        weights, dlogits = _weight_gradients(grads, logits, values, offset)
+    dvalues = []
+    for value, of_value, more in zip(values, weights.unbind(), carried, strict=True):
+        start = None if more is None else _as(more, dtype)
+        dvalues.append(_as(_weighted_sum(of_value, grads, start), value.dtype))
+    return dvalues, dlogits
+
+
+def score(
+    source: Tensor, queries: Tensor, eps: float, heads: int, slice_norm: bool
+) -> tuple[Tensor, Tensor]:
+    """1/rms [N, 1|H] of a source [..., D], and its logits [G, N, H] for queries [G, D]."""
+    rows = _rows(source)
+    rstd = queries.new_empty(1, rows.shape[0], _parts(heads, slice_norm))
+    logits = queries.new_empty(1, queries.shape[0], rows.shape[0], heads)
+    with unrounded(source.device.type):
+        _scores([rows], queries, eps, rstd, logits)
+    return rstd[0], logits[0]
+
+
+def score_gradients(
+    source: Tensor, queries: Tensor, rstd: Tensor, logits: Tensor, dlogits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Of a source, unrounded, and of its queries from those of its logits [G, N, H]."""
+    (count, width), heads = queries.shape, logits.shape[-1]
+    s = _as(_rows(source), queries.dtype)
+    through, pull = _through_norm(dlogits, logits, rstd, width)
+    dsource = _spread(pull.sum(0), width) * s
+    with unrounded(source.device.type):
+        if heads == 1:
+            flat = through.view(count, -1)
+            return dsource.addmm_(flat.t(), queries), flat @ s
+        sliced, heads_of = queries.view(count, heads, -1), s.unflatten(-1, (heads, -1))
+        dsource += torch.einsum("gnh,ghd->nhd", through, sliced).flatten(-2)
+        return dsource, torch.einsum("gnh,nhd->ghd", through, heads_of).flatten(-2)
 
 
 def _through_norm(
@@ -316,17 +380,13 @@ def group_backward(back: GroupBackward) -> GroupGradients:
         for g in range(count):
             _pair_dot(dx[g], s, heads, u[n, g])
     dlogits = alpha * (u - (alpha * u).sum(0) + back.grad_lse)
-    through, pull = _through_norm(dlogits, logits, rstd.unsqueeze(1), width)
-    pull = pull.sum(1)
     dqueries = torch.zeros_like(queries)
     dsources = []
     for n, source in enumerate(sources):
-        s = source.to(dtype)
-        total = _spread(pull[n], width) * s
+        total, dq = score_gradients(source, queries, rstd[n], logits[n], dlogits[n])
+        dqueries += dq
         for g in range(count):
-            _add_query_gradient(dqueries[g], through[n, g], s, heads)
             total.addcmul_(_spread(alpha[n, g], width), dx[g])
-            total.addcmul_(_spread(through[n, g], width), queries[g].expand_as(total))
         dsources.append(total.to(source.dtype))
     return dsources, dqueries
 
