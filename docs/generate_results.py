@@ -125,6 +125,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "step-parts": speed.step_parts,
     "step-slice": speed.step_slice,
     "trained-steps": speed.trained_steps,
+    "first-steps": speed.first_steps,
     "widths": speed.widths,
     "decode": speed.decode,
     "compare": models.compare,

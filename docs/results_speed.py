@@ -227,28 +227,49 @@ def trained_steps() -> str:
             f"{judged(f'{faster:.2f}', faster >= 1.3)} times as fast (target 1.30).",
             f"Over {len(other['losses'])} steps in bf16 their losses differ by at most "
             f"{furthest:.1%}.\n",
-            trained_table("step_h200_0.6b_graphs"),
-            trained_table("step_h200_100m"),
+            trained_table("step_h200_0.6b_folded", "step_h200_0.6b_graphs"),
+            trained_table("step_h200_100m", "step_h200_100m_others"),
         ]
     )
 
 
-def trained_table(name: str) -> str:
-    data = load(name)
-    wanted = TRAINED[data["settings"]["preset"]]
+def first_steps() -> str:
+    """Of processes that began with empty caches."""
+    data = load("step_h200_0.6b_graphs")
+    firsts = {first["what"]: first["seconds"] for first in data["precompiled"]}
+    rows = [[METHODS[method], f"{seconds:.1f}"] for method, seconds in firsts.items()]
+    return (
+        f"{where(data['machine'])}. Data: `bench/results/step_h200_0.6b_graphs.json`.\n\n"
+        + table(["method", "first step, s"], rows)
+    )
 
-    def cells(row: dict[str, Any]) -> list[str]:
-        method, ratio = row["method"], row["relative_speed"]
-        first = [METHODS.get(method, method), f"{row['ms']:.1f}"]
-        last = [f"{row['idle_ms']:.1f}", f"{row['peak_gb']:.1f}", f"{row['relative_memory']:+.1%}"]
-        last += [f"{row['warmup_s']:.0f}"]
+
+def trained_table(*names: str) -> str:
+    """Each method as the first file has it that does, relative to standard in the same run."""
+    files = {name: load(name) for name in names}
+    preset = files[names[0]]["settings"]["preset"]
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for data in files.values():
+        for row in data["rows"]:
+            rows.setdefault(row["method"], (data["machine"]["commit"], row))
+
+    def cells(commit: str, row: dict[str, Any]) -> list[str]:
+        method, ratio, more = row["method"], row["relative_speed"], row["relative_memory"]
+        first = [METHODS.get(method, method), commit, f"{row['ms']:.1f}"]
+        size = [f"{row['idle_ms']:.1f}", f"{row['peak_gb']:.1f}"]
         if method == "standard":
-            return [*first, "", "", *last]
-        least = wanted[method]
-        return [*first, judged(f"{ratio:.3f}", ratio >= least), f"{least}", *last]
+            return [*first, "", "", *size, "", ""]
+        least, most = TRAINED[preset][method], TRAINED_MEMORY[preset].get(method)
+        memory = judged(f"{more:+.1%}", most is None or more <= most)
+        quartiles = spread(row["relative_speed_quartiles"], ".3f")
+        speed = f"{judged(f'{ratio:.3f}', ratio >= least)} ({quartiles})"
+        return [*first, speed, f"{least}", *size, memory, "" if most is None else f"{most:+.0%}"]
 
-    head = "method|ms|relative speed|target|GPU idle, ms|peak, GB|memory|first steps, s"
-    return source(name, data["machine"]) + "\n" + table(head.split("|"), map(cells, data["rows"]))
+    head = "method|commit|ms|relative speed|target|GPU idle, ms|peak, GB|memory|target"
+    order = [method for method in ("standard", *TRAINED[preset]) if method in rows]
+    lines = [cells(*rows[method]) for method in order]
+    sources = "\n".join(source(name, data["machine"]) for name, data in files.items())
+    return sources + "\n" + table(head.split("|"), lines)
 
 
 def widths() -> str:
@@ -323,6 +344,10 @@ def decode() -> str:
 
 # targets
 
+TRAINED_MEMORY: dict[str, dict[str, float]] = {
+    "delta-0.6b": MEMORY_TARGETS | {"depth-attention": 0.10},
+    "100m": {},
+}
 TRAINED: dict[str, dict[str, float]] = {
     "delta-0.6b": {
         "delta-block": 0.975,
