@@ -29,6 +29,8 @@ WORDS = {
 }  # fmt: skip
 """Of a name in lower case, the first group with a word in it; :data:`OURS` comes before them all.
 ``inductor`` is what the compiler fused: norms, activations, additions."""
+OWN_NODES = ("depthroute::", "DepthMix", "DepthAttentionMix", "Score", "StaticMix")
+"""How what this library does on a CPU begins: registered ops, and nodes of autograd."""
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
 TOP = 40
 WARM = 2
@@ -54,7 +56,7 @@ def our_kernels() -> frozenset[str]:
 
 
 def category(name: str) -> str:
-    if name.startswith(("depthroute::", "DepthMix", "DepthAttentionMix")) or name in our_kernels():
+    if name.startswith(OWN_NODES) or name in our_kernels():
         return OURS
     lower = name.lower()
     for group, words in WORDS.items():
