@@ -19,11 +19,11 @@ from depthroute.train.trainer import Trainer
 @pytest.mark.slow
 def test_a_checkpoint_that_is_being_written_costs_a_step_less_than_five_percent(tmp_path, capsys):
     """Steps in turns, every other one begun with a save and run while that is written; the time of
-    such a step includes making the copy. Medians of 20 turns; on a machine without a core to
+    such a step includes making the copy. Medians of 80 turns; on a machine without a core to
     spare, of the time that the thread itself has run."""
     shape = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384}
     preset = replace(SMALL, model=SMALL.model | shape)
-    trainer = Trainer(presets.build(preset, dr.RoutingConfig("delta")), replace(SETTINGS, steps=99))
+    trainer = Trainer(presets.build(preset, dr.RoutingConfig("delta")), replace(SETTINGS, steps=999))
     checkpoints = Checkpoints(tmp_path)
     inputs = torch.randint(256, (8, 256), generator=torch.Generator().manual_seed(0))
     batch = Batch(inputs, inputs.roll(-1, 1), None)
@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_being_written_costs_a_step_less_than_five_percent(
     timed("plain", lambda: None)
     timed("plain", save)
     seconds["plain"].clear(), own["plain"].clear()
-    for _ in range(20):
+    for _ in range(80):
         checkpoints.wait()
         timed("plain", lambda: None)
         timed("while it is written", save)

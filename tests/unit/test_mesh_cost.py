@@ -17,7 +17,7 @@ from depthroute.parallel.world import SINGLE
 from depthroute.train.launch import _placed
 from depthroute.train.trainer import Trainer
 
-TURNS = 40
+TURNS = 160
 
 
 def trainer(options):
