@@ -23,7 +23,8 @@ def test_a_checkpoint_that_is_being_written_costs_a_step_less_than_five_percent(
     spare, of the time that the thread itself has run."""
     shape = {"hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 384}
     preset = replace(SMALL, model=SMALL.model | shape)
-    trainer = Trainer(presets.build(preset, dr.RoutingConfig("delta")), replace(SETTINGS, steps=999))
+    model = presets.build(preset, dr.RoutingConfig("delta"))
+    trainer = Trainer(model, replace(SETTINGS, steps=999))
     checkpoints = Checkpoints(tmp_path)
     inputs = torch.randint(256, (8, 256), generator=torch.Generator().manual_seed(0))
     batch = Batch(inputs, inputs.roll(-1, 1), None)
