@@ -234,13 +234,19 @@ def trained_steps() -> str:
 
 
 def first_steps() -> str:
-    """Of processes that began with empty caches."""
+    """Of processes side by side, with what they found in the caches that they share."""
     data = load("step_h200_0.6b_graphs")
-    firsts = {first["what"]: first["seconds"] for first in data["precompiled"]}
-    rows = [[METHODS[method], f"{seconds:.1f}"] for method, seconds in firsts.items()]
+
+    def cells(first: dict[str, Any]) -> list[str]:
+        caches, ours = first["compiler_caches"], first["kernels"]
+        found = f"{caches['hits']} of {caches['hits'] + caches['misses']}"
+        kernels = f"{ours['kernels']} in {ours['seconds']:.0f} s"
+        return [METHODS[first["what"]], f"{first['seconds']:.1f}", found, kernels]
+
+    head = ["method", "first step, s", "found in caches", "kernels of this library, by threads"]
     return (
         f"{where(data['machine'])}. Data: `bench/results/step_h200_0.6b_graphs.json`.\n\n"
-        + table(["method", "first step, s"], rows)
+        + table(head, map(cells, data["precompiled"]))
     )
 
 

@@ -369,7 +369,8 @@ def most_that_fit(width: int, itemsize: int) -> int:
     """Rows of a token that fit one program, and are better off there.
 
     17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
-    (docs/negative-results.md). 13 of 1152 reached 0.71 in backward and 17 of 576 0.53.
+    (docs/negative-results.md). 13 of 1152 reached 0.71 in backward and 17 of 576 0.53
+    (widths_h200_first.json, both directions less forward).
     """
     row = width * itemsize
     if WIDE_ROW < row <= PADDED_ROW:

@@ -62,18 +62,18 @@ WIDEST = 4096
 
 @cache
 def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
-    """Of a kernel that holds its rows: one tile where at most a third of it is padding, else three,
-    which is at most that; padded lanes cost registers and instructions, no memory traffic. A tile
-    of 4096 takes all warps, and no second program has its turn while one waits: 3 sources of 3072
-    reach 0.84 of the copy speed in one, of 2880 1.00 in three of 1024, and so 3072 are three, too.
+    """Of a kernel that holds its rows: one tile where at most a quarter of it is padding, else
+    three, which is at most that; padded lanes cost registers and instructions, no memory traffic. A
+    tile of 4096 takes all warps, and no second program has its turn while one waits: 3 sources of
+    2880 reach the copy speed as 3 x 1024 (widths_h200.json), and so 3072, untimed, are three, too.
 
     Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
     copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
     no registers to waste.
     """
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
-    least = width * 4 // 3 - (single * rows == WIDEST)
-    if single * rows <= WIDEST and (single * rows <= least or width <= NARROWEST):
+    most = width * 4 // 3 - (single * rows == WIDEST)
+    if single * rows <= WIDEST and (single * rows <= most or width <= NARROWEST):
         return Tiles(rows, single, 1)
     third = triton.next_power_of_2(-(-width // (3 * heads)))
     columns, count = (single, 1) if single < 3 * third else (third, 3)
@@ -203,7 +203,7 @@ HELD_ELEMENTS = 208
 
 FORWARD_BYTES, BACKWARD_BYTES = 64 * 1024, 48 * 1024
 """On their way to each SM at least: 2 sources forward reach 0.75 of the copy speed with 25 KB, 0.83
-with 33, 0.92 with 41 (the first sweep of widths)."""
+with 33, 0.92 with 41 (widths_h200_first.json)."""
 REGISTERS = 65536 // 32
 """Of an SM, for each lane of a warp."""
 LEAST_REGISTERS = 64
@@ -245,7 +245,7 @@ def resident_backward_launch(
 ) -> Launch:
     """Timed in the same runs: about 70 KB on their way to each SM, which is one program from a
     width of 2048 on; fewer columns a thread than forward, since it holds more of them. Where more
-    than a third of a tile is padding they are as many, or whole warps would have nothing to do: 9
+    than a quarter of a tile is padding they are as many, or whole warps would have nothing to do: 9
     sources of 1152 reach 0.91 with 4 warps and 0.67 with 8 (tune_h200_widths.json)."""
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
