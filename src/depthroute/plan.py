@@ -59,6 +59,9 @@ class Place:
     fuses: bool
     """Whether it is a softmax over deltas (one of a single source is 1) and nothing else, which one
     kernel can do together with the push before it. Phase 1 of a group needs that push done."""
+    remakes: bool
+    """Whether what the sublayer reads is mixed again in backward, where one kernel did it, instead
+    of being kept: all that it is made of is kept anyway, and there is little of it."""
 
 
 @dataclass(frozen=True)
