@@ -259,6 +259,7 @@ class Plan(Resolved):
         starts = place.starts_block and self.block_size > 1 and place.name != FINAL
         notes = ["starts a block"] if starts else []
         notes += ["values read apart"] if len(place.reads) > 1 else []
+        notes += ["kernels read it again in backward"] if place.remakes else []
         if place.opens_group is not None:
             notes.append(f"phase 1 for {len(place.opens_group)}")
         if place.index < self.num_sublayers:

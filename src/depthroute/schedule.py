@@ -225,9 +225,12 @@ class Schedule(Resolved):
         In blocks a sublayer would have two activations kept, what it read and the block's sum so
         far, where a plain residual has one. Of its own accord backward needs the sources, which
         are few in the first half of the blocks: half of the memory for a third of the traffic.
-        Where the state is added, backward needs the read itself.
+        Where the state is added, backward needs the read itself, and where no sum so far is read,
+        none is kept.
         """
-        if self.is_additive or self.is_centered or len(self.reads(index)) > 1:
+        if self.is_additive or self.is_centered or not self.include_partial:
+            return False
+        if len(self.reads(index)) > 1:
             return False
         count, block = math.ceil(self.num_sublayers / self.block_size), index // self.block_size
         is_early = self.block_size > 1 and count > 1 and 2 * block < count

@@ -56,38 +56,20 @@ class View(NamedTuple):
 
 
 class Remade:
-    """The input of one sublayer, as autograd sees it while the sublayer runs.
+    """The input of one sublayer, in place of itself.
 
-    Holds no more than backward needs without it, and the input itself only from when the first
-    operation of a backward takes it until the last has."""
+    Holds no more than backward needs without it, and the input only from when the first operation
+    of a backward takes it until the last has."""
 
-    def __init__(
-        self, x: Tensor, stream: ResidualStream, site: SiteParameters, norm: PreNorm
-    ) -> None:
+    def __init__(self, stream: ResidualStream, site: SiteParameters, norm: PreNorm) -> None:
         # as if the newest source had just been pushed, which takes a kernel that there is anyway
         self._stream, self._site, self._norm = stream.unread(), site, norm
         given = *stream.visible(), site.query, site.key_weight, norm.weight
         self._given = [Kept.now(tensor) for tensor in given if tensor is not None]
-        self._like = type(x), x.dtype, x._version
-        self._storage: int | None = x.untyped_storage()._cdata
-        self._num_saved = self._num_taken = 0
         self._made: Tensor | None = None
+        self._num_saved = self._num_taken = 0
 
-    def run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """``call``, of which the input is not kept; its storage is known while it is there."""
-        try:
-            with saved_tensors_hooks(self._pack, _unpacked):
-                return call(*args)
-        finally:
-            self._storage = None
-
-    def _pack(self, tensor: Tensor) -> Kept | View:
-        is_alike = (type(tensor), tensor.dtype, tensor._version) == self._like
-        # one that was written into is another
-        if not is_alike or tensor.untyped_storage()._cdata != self._storage:
-            return Kept.now(tensor)
-        if tensor.storage_offset() != 0:
-            return Kept.now(tensor)
+    def saved(self, tensor: Tensor) -> View:
         self._num_saved += 1
         return View(self, tensor.size(), tensor.stride())
 
@@ -105,6 +87,30 @@ class Remade:
             kept.unpacked()
         with torch.no_grad():
             return self._stream.read(self._site, self._norm)[0].contiguous()
+
+
+class Watch:
+    """Of what autograd saves while one sublayer runs, and of which some is its input."""
+
+    def __init__(self, x: Tensor, remade: Remade) -> None:
+        self._like = type(x), x.dtype, x._version  # one that was written into is another
+        self._storage = x.untyped_storage()._cdata  # nobody else's until the sublayer has run
+        self._remade: Remade | None = remade
+
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            with saved_tensors_hooks(self._pack, _unpacked):
+                return call(*args)
+        finally:
+            self._remade = None  # or whatever was saved would keep it: torch holds on to hooks
+
+    def _pack(self, tensor: Tensor) -> Kept | View:
+        remade, is_input = self._remade, False
+        if (type(tensor), tensor.dtype, tensor._version) == self._like:
+            is_input = tensor.untyped_storage()._cdata == self._storage
+        if remade is None or not is_input or tensor.storage_offset() != 0:
+            return Kept.now(tensor)
+        return remade.saved(tensor)
 
 
 def _unpacked(packed: Kept | View) -> Tensor:
@@ -128,4 +134,4 @@ def remaking(
         return call
     if not may_be_hooked() or not x.is_contiguous() or x.storage_offset() != 0:
         return call
-    return partial(Remade(x, stream, site, norm).run, call)
+    return partial(Watch(x, Remade(stream, site, norm)).run, call)
