@@ -23,6 +23,7 @@ QUICK_TESTS := \
 VERSION_TESTS := tests/distributed/test_ranks.py \
 	$(filter-out tests/unit/test_docs_%,$(QUICK_TESTS)) \
 	tests/models/test_families.py tests/models/test_generation.py tests/models/test_regions.py \
+	tests/models/test_remade.py \
 	tests/unit/test_ops_registration.py tests/kernels/test_launcher.py tests/kernels/test_inductor.py
 
 .PHONY: demo check quick test suite docs test-serving test-versions test-wheel lint style types format clean

@@ -59,6 +59,9 @@ class Place:
     fuses: bool
     """Whether it is a softmax over deltas (one of a single source is 1) and nothing else, which one
     kernel can do together with the push before it. Phase 1 of a group needs that push done."""
+    remakes: bool
+    """Whether what the sublayer reads is mixed again in backward, where one kernel did it, instead
+    of being kept: all that it is made of is kept anyway, and there is little of it."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,7 @@ class Plan(Resolved):
         starts = place.starts_block and self.block_size > 1 and place.name != FINAL
         notes = ["starts a block"] if starts else []
         notes += ["values read apart"] if len(place.reads) > 1 else []
+        notes += ["kernels read it again in backward"] if place.remakes else []
         if place.opens_group is not None:
             notes.append(f"phase 1 for {len(place.opens_group)}")
         if place.index < self.num_sublayers:

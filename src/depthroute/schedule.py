@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 STORED = {"delta": "deltas", "cumulative": "states", "reference": "reference"}
 FEW_SOURCES = 9
 """Up to which additive routing adds its sources up instead of keeping their sum."""
+FEW_REMADE = 7
+"""Sources up to which a read may be made again in backward: so many are mixed by as many threads
+with a push as without, and so to the same bits."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,7 @@ class Schedule(Resolved):
         chooses, has_gate = self.chooses_at(index), self.has_gate(index)
         is_added = self.is_additive and self.reads_mix(index)  # be it a single source, of weight 1
         is_simple = is_simple and (chooses or is_added) and not has_gate and opens is None
+        fuses = is_simple and index < self.num_sublayers
         return Place(
             index=index,
             name=self.name(index),
@@ -211,8 +215,26 @@ class Schedule(Resolved):
             hands_on=index < last_read,
             opens_group=opens,
             num_grouped=0 if group is None else self.num_finished(group.start),
-            fuses=is_simple and index < self.num_sublayers,
+            fuses=fuses,
+            remakes=fuses and group is None and self._remakes(index),
         )
+
+    def _remakes(self, index: int) -> bool:
+        """Whether a read that one kernel does is made again in backward instead of being kept.
+
+        In blocks a sublayer would have two activations kept, what it read and the block's sum so
+        far, where a plain residual has one. Of its own accord backward needs the sources, which
+        are few in the first half of the blocks: half of the memory for a third of the traffic.
+        Where the state is added, backward needs the read itself, and where no sum so far is read,
+        none is kept.
+        """
+        if self.is_additive or self.is_centered or not self.include_partial:
+            return False
+        if len(self.reads(index)) > 1:
+            return False
+        count, block = math.ceil(self.num_sublayers / self.block_size), index // self.block_size
+        is_early = self.block_size > 1 and count > 1 and 2 * block < count
+        return is_early and self.num_sources(index) <= FEW_REMADE
 
     def _groups(self, size: int | None, cuts: tuple[int, ...]) -> list[range | None]:
         """For each place those that share phase 1 with it; none where there is nothing to share.

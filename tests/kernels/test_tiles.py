@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton")
@@ -9,6 +11,7 @@ pytest.importorskip("triton")
 from bench.widths import WIDTHS
 from depthroute.ops import _record
 from depthroute.ops._triton import layout
+from depthroute.schedule import FEW_REMADE
 
 TUNED = (1024, 2048, 4096, 7168)
 COUNTS = (2, 3, 5, 9, 13, 17)
@@ -123,3 +126,17 @@ def test_the_widths_that_were_tuned_keep_their_settings():
     assert {w: (x.warps, x.stages, x.programs) for w, x in behind.items()} == {
         1024: (4, 3, 2), 2048: (4, 3, 1), 4096: (8, 3, 1), 7168: (8, 3, 1)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, *TUNED])
+def test_what_is_made_again_is_summed_by_as_many_threads_as_at_first(width):
+    """With a push a token has one row more to load, and another number of warps would add in
+    another order."""
+    for heads, itemsize in product((1, 4), (2, 4)):
+        block = resident(width, heads)
+        for count in range(2, min(FEW_REMADE, _record.most_that_fit(width, itemsize)) + 1):
+            pushed, plain = (
+                layout.resident_forward_launch(block, width, rows, itemsize)
+                for rows in (count + 1, count)
+            )
+            assert pushed.warps == plain.warps

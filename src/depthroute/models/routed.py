@@ -47,6 +47,7 @@ from depthroute.models.hooks import (
 from depthroute.models.regions import Regions, called
 from depthroute.models.state import LayerState
 from depthroute.nn import PreNorm, ResidualStream
+from depthroute.nn.remade import remaking
 from depthroute.ops import keeping_backend
 
 
@@ -159,28 +160,34 @@ class RoutedLayer(nn.Module):
         """The stream after this layer, whose sublayers are run by ``call``."""
         spec = self.architecture
         num_reads = len(stream.place.reads)
-        x, norm, stream = self._read(spec.attention, stream)
+        x, norm, stream, run = self._read(spec.attention, stream, call)
         for read in range(1, num_reads):  # what the values are projected of
-            values, norm, stream = self._read(spec.attention, stream, read)
+            values, norm, stream, _ = self._read(spec.attention, stream, call, read)
             values = values if norm is None else getattr(self, norm)(values)
             kwargs = kwargs | {"depth": kwargs["depth"]._replace(value_input=values)}
         if self.is_parallel:  # one read feeds both, and their sum is one delta
             return stream.push(call("block", _run_both, self, x, kwargs))
-        output = call("attention", _run, self, spec.attention, x, norm, kwargs)
-        x, norm, stream = self._read(spec.mlp, stream.push(output))
-        return stream.push(call("mlp", _run, self, spec.mlp, x, norm, {}))
+        output = run("attention", _run, self, spec.attention, x, norm, kwargs)
+        x, norm, stream, run = self._read(spec.mlp, stream.push(output), call)
+        return stream.push(run("mlp", _run, self, spec.mlp, x, norm, {}))
 
     def _read(
-        self, sublayer: Sublayer, stream: ResidualStream, read: int = 0
-    ) -> tuple[Tensor, str | None, ResidualStream]:
-        """What a sublayer reads, the norm that is still to be applied to it, and the stream."""
+        self, sublayer: Sublayer, stream: ResidualStream, call: Callable[..., Any], read: int = 0
+    ) -> tuple[Tensor, str | None, ResidualStream, Callable[..., Any]]:
+        """What a sublayer reads, the norm that is still to be applied to it, the stream, and what
+        runs the sublayer: ``call``, or that without keeping what is read."""
         assert stream.sites is not None
         site = stream.sites.at(stream.index)
         site = site if site is None or read == 0 else site.reads[read]
         wants_norm = stream.is_one_kernel and not self.is_parallel
         norm = self._kernel_norm(sublayer) if wants_norm else None
-        x, stream = stream.read(site, norm)
-        return x, sublayer.norm if norm is None else None, stream
+        x, after = stream.read(site, norm)
+        if norm is None:
+            return x, sublayer.norm, after, call
+        # a layer that is run again in backward keeps nothing, and would make it twice
+        if after.plan.places[after.index].remakes and not self._is_recomputed:
+            call = remaking(call, x, after, site, norm)
+        return x, None, after, call
 
     def _kernel_norm(self, sublayer: Sublayer) -> PreNorm | None:
         """A sublayer's pre-norm where the kernels may apply it instead."""
@@ -315,7 +322,7 @@ def _project(
 ) -> tuple[Any, ...]:
     """What depth attention starts from: the attention up to where queries meet keys."""
     spec = layer.architecture
-    x, norm, _ = layer._read(spec.attention, structure.with_tensors(tensors))
+    x, norm, *_ = layer._read(spec.attention, structure.with_tensors(tensors), called)
     paused = depth_attention.Paused(depth_attention.DeferredCache(None))
     if layer._is_latent:
         kwargs = kwargs | {spec.cache_argument: paused.cache}

@@ -386,6 +386,11 @@ class ResidualStream:
             return self
         return self._added(self.place, self.pending, self.priors)
 
+    def unread(self) -> ResidualStream:
+        """After a read, a stream that gives the same once more, whose newest source is pending."""
+        *older, newest = self.visible()
+        return _changed(self, sources=tuple(older), partial=None, pending=newest)
+
     def _added(self, place: Place, output: Tensor, priors: tuple[Any, ...]) -> ResidualStream:
         """The stream before ``place`` with the ``output`` of the sublayer before it."""
         stores, sources, partial = self.plan.stores, self.sources, None
