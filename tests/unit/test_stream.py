@@ -321,7 +321,7 @@ def test_the_last_place_that_reads_sources(settings, last, monkeypatch):
     handed, boundary = [], ops.boundary
 
     def spy(mix, key_weight, wants, backend):
-        handed.append(wants.sources)
+        handed.append(wants.hands_on)
         return boundary(mix, key_weight, wants, backend)
 
     monkeypatch.setattr("depthroute.ops.most_fused", lambda *_: 99)

@@ -267,10 +267,11 @@ class ResidualStream:
             *(norm_eps, self.example.dtype),
         )
         wants = ops.Wants(
-            x=norm_weight is None,
-            last=(hands_on or partial is not None) and (reads_newest or not plan.sums_sources),
-            sources=hands_on,
-            state=hands_on and residual is not None,
+            returns_x=norm_weight is None,
+            returns_last=(hands_on or partial is not None)
+            and (reads_newest or not plan.sums_sources),
+            hands_on=hands_on,
+            hands_state_on=hands_on and residual is not None,
         )
         made = site.boundary(mix, wants, self.backend)
         x: Any = made.y if made.x is None else made.x

@@ -102,6 +102,17 @@ class Mix(NamedTuple):
         """Numbers that the Triton backward does: also H log-sum-exps and a norm's 1/rms."""
         return self.num_scores + self.heads + (self.norm_weight is not None)
 
+    def pushed(self) -> tuple[Mix, Tensor | None]:
+        """What is left to do when the output has been pushed; and last, unless it is the output."""
+        output, state, sources = self.output, self.residual, self.sources
+        if output is None:
+            return self, None
+        state = None if state is None else state + output
+        last = None if self.partial is None else self.partial + output
+        sources = [*sources, output if last is None else last] if self.reads_last else sources
+        left = sources, self.query, state, *self[3:6], None, None, False
+        return Mix._make((*left, *self[9:])), last
+
 
 class Mixed(NamedTuple):
     """The results of a mix."""
@@ -168,11 +179,6 @@ class MixBackward(NamedTuple):
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that are not in lists."""
         return self.grad, self.grad_state, self.grad_last, *self[6:13]
-
-    def with_tensors(self, grads_y: Any, carried: Any, sources: Any, tensors: Any) -> MixBackward:
-        grad, grad_state, grad_last, *others = tensors
-        first = grad, grads_y, grad_state, grad_last, carried, sources
-        return MixBackward._make((*first, *others, *self[13:]))
 
     def dtypes(self) -> MixBackward:
         """As :meth:`Mix.dtypes`."""
@@ -262,15 +268,6 @@ AttentionGradients = tuple[Tensor, list[Tensor], list[Tensor]]
 
 def fake_mix(*arguments) -> MixResults:
     mix = Mix(*arguments)
-    return _fake_mix(mix, mix.num_scores)
-
-
-def fake_mix_triton(*arguments) -> MixResults:
-    mix = Mix(*arguments)
-    return _fake_mix(mix, mix.stats_width)
-
-
-def _fake_mix(mix: Mix, num_stats: int) -> MixResults:
     x = mix.example.new_empty(mix.example.shape, dtype=mix.dtype)
     wanted = mix.keeps_x, mix.norm_weight is not None
     others = [x.new_empty(x.shape) for is_there in wanted if is_there]
@@ -278,7 +275,12 @@ def _fake_mix(mix: Mix, num_stats: int) -> MixResults:
         others += [t.new_empty(t.shape) for t in (mix.residual, mix.partial) if t is not None]
     if mix.keeps_low:
         others.append(x.new_empty(x.shape, dtype=torch.int16))
-    return mix.query.new_empty(*x.shape[:-1], num_stats), others
+    return mix.query.new_empty(*x.shape[:-1], mix.num_scores), others
+
+
+def fake_mix_triton(*arguments) -> MixResults:
+    stats, others = fake_mix(*arguments)
+    return stats.new_empty(*stats.shape[:-1], Mix(*arguments).stats_width), others
 
 
 def fake_mix_backward(*arguments) -> MixGradients:

@@ -54,10 +54,7 @@ def _unrounded(function: F) -> F:
     @wraps(function)
     def run(record: Any) -> Any:
         query = record.queries if hasattr(record, "queries") else record.query
-        device = "cpu" if query.is_cpu else query.device.type
-        if not is_autocast(device):
-            return function(record)
-        with torch.autocast(device, enabled=False):
+        with unrounded("cpu" if query.is_cpu else query.device.type):
             return function(record)
 
     return cast(F, run)

@@ -59,16 +59,16 @@ class Wants(NamedTuple):
     """Results of a boundary that somebody will use; a compiled graph makes a gradient of zeros for
     every other one, which the kernel then reads."""
 
-    x: bool = True
+    returns_x: bool = True
     """Beside y."""
-    last: bool = True
-    sources: bool = True
-    """To be handed on."""
-    state: bool = False
-    """A residual that nothing is pushed onto, to be handed on like a source."""
+    returns_last: bool = True
+    hands_on: bool = True
+    """The sources."""
+    hands_state_on: bool = False
+    """A residual that nothing is pushed onto, like a source."""
 
 
-ALONE = Wants(last=False, sources=False)
+ALONE = Wants(returns_last=False, hands_on=False)
 
 
 class Boundary(NamedTuple):
@@ -92,7 +92,7 @@ def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) ->
 
 
 def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
-    returns_x = wants.x or mix.norm_weight is None
+    returns_x = wants.returns_x or mix.norm_weight is None
     needs_grad = _needs_grad(mix, key_weight)
     keeps_x = returns_x or not _record.does_without_x(mix)
     mix = mix.keeping(
@@ -100,32 +100,22 @@ def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundar
         x=keeps_x,
         y=needs_grad and not keeps_x and _record.from_y(mix),
     )
-    if not needs_grad:
-        made = _call("triton", _folded(mix, key_weight))
-        return Boundary(
-            made.x if returns_x else None,
-            made.y,
-            mix.residual if made.state is None else made.state,
-            (mix.output if made.last is None else made.last) if wants.last else None,
-            mix.sources,
+    if needs_grad:
+        x, y, state, last, *handed = applied(
+            DepthMix, "triton", wants, mix.settings, key_weight, *mix.tensors, *mix.sources
         )
-    x, y, state, last, *handed = applied(
-        DepthMix, "triton", wants, mix.settings, key_weight, *mix.tensors, *mix.sources
-    )
-    state = mix.residual if state is None else state
-    return Boundary(x, y, state, last, handed if wants.sources else mix.sources)
+        handed = handed if wants.hands_on else mix.sources
+    else:
+        _, x, y, state, last, _ = _call("triton", _folded(mix, key_weight))
+        x, handed = x if returns_x else None, mix.sources
+        last = (mix.output if last is None else last) if wants.returns_last else None
+    return Boundary(x, y, mix.residual if state is None else state, last, handed)
 
 
 def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """The push before the mix and the norm after it are torch's own."""
-    output, state, last, plain = mix.output, mix.residual, None, mix
-    if output is not None:
-        state = None if state is None else state + output
-        last = output if mix.partial is None else mix.partial + output
-        sources = [*mix.sources, last] if mix.reads_last else mix.sources
-        plain = mix._replace(
-            sources=sources, residual=state, output=None, partial=None, reads_last=False
-        )
+    plain, last = mix.pushed()
+    last = mix.output if last is None else last
     if mix.norm_weight is not None:
         plain = plain._replace(norm_weight=None)
     if backend == "reference":
@@ -141,8 +131,8 @@ def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: st
     y = None
     if mix.norm_weight is not None:
         y = reference.rms_norm(x, mix.norm_weight, mix.norm_eps)
-    returns_x = wants.x or y is None
-    return Boundary(x if returns_x else None, y, state, last if wants.last else None, mix.sources)
+    x = x if wants.returns_x or y is None else None
+    return Boundary(x, y, plain.residual, last if wants.returns_last else None, mix.sources)
 
 
 def _torch_alone(mix: Mix) -> Tensor | None:
@@ -192,17 +182,17 @@ class DepthMix(torch.autograd.Function):
         made = _call(backend, mix)
         _save(ctx, mix, made, query, key_weight)
         ctx.set_materialize_grads(False)
-        ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.sources
+        ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.hands_on
         state, last = made.state, made.last
         output, residual = mix.output, mix.residual
-        if wants.state and output is None and residual is not None:
+        if wants.hands_state_on and output is None and residual is not None:
             state = residual.view_as(residual)
-        if not wants.last:
+        if not wants.returns_last:
             last = None
         elif output is not None and mix.partial is None:
             last = output.view_as(output)
-        handed = [s.view_as(s) for s in sources] if wants.sources else []
-        x = made.x if wants.x or made.y is None else None
+        handed = [s.view_as(s) for s in sources] if wants.hands_on else []
+        x = made.x if wants.returns_x or made.y is None else None
         return x, made.y, state, last, *handed
 
     @staticmethod
@@ -216,7 +206,7 @@ class DepthMix(torch.autograd.Function):
             dpartial = grad_last if ctx.has_partial else None
             pushed = grad_state, None, None, None, doutput, dpartial
             return None, None, None, None, None, *pushed, *carried
-        dsources, dweights, *rest = _gradients(ctx, grad, grad_y, grad_state, grad_last, carried)
+        dsources, dweights, *rest = _gradients(ctx, grads[:4], carried)
         return None, None, None, *dweights, *rest, *dsources
 
 
@@ -233,27 +223,42 @@ def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | N
         kept = mix.residual if mix.output is None else made.state
     tensors = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, kept, made.low, made.stats
     ctx.save_for_backward(query, key_weight, *tensors, *read)
-    ctx.heads, ctx.slice_norm, ctx.offset = mix.heads, mix.slice_norm, mix.offset
-    ctx.scale, ctx.reads_last = mix.scale, mix.reads_last
+    ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
     ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
     ctx.state_dtype = None if mix.residual is None else mix.residual.dtype
-    ctx.adds_output = ctx.pushes and mix.residual is not None
 
 
-def _gradients(
-    ctx: Any,
-    grad: Tensor | None,
-    grad_y: Tensor | None,
-    grad_state: Tensor | None,
-    grad_last: Tensor | None,
-    carried: list[Tensor | None],
-) -> tuple[Any, ...]:
+def _recorded(
+    ctx: Any, saved: Sequence[Any], grads: Sequence[Any], carried: list[Tensor | None]
+) -> MixBackward:
+    grad, grad_y, grad_state, grad_last = grads
+    query, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
+    norm_weight = None if grad_y is None else norm_weight
+    heads, slice_norm, offset, scale, reads_last = ctx.settings
+    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
+    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
+    is_pushed_twice = ctx.pushes and ctx.state_dtype is not None
+    return MixBackward(
+        grad,
+        [] if grad_y is None else [grad_y],
+        None if state_dtype is None else grad_state,
+        None if reads_last else grad_last,
+        gathered([*carried, grad_last] if reads_last else carried, sources),
+        *(sources, query, prior, prior_lse, norm_weight, x, low, stats),
+        *(heads, slice_norm, offset, scale, reads_last),
+        is_pushed_twice and (reads_last or grad_last is not None),
+        ctx.mixes_again and norm_weight is not None,
+        ctx.from_y,
+        state_dtype,
+    )
+
+
+def _gradients(ctx: Any, grads: Sequence[Any], carried: list[Tensor | None]) -> tuple[Any, ...]:
     """Of the sources; of gain and query; and of residual, prior, prior_lse, norm weight, output and
     partial."""
     query, key_weight, *saved = ctx.saved_tensors
-    if ctx.reads_last:
-        carried = [*carried, grad_last]
-    back = _recorded(ctx, saved, grad, grad_y, grad_state, grad_last, carried)
+    back = _recorded(ctx, saved, grads, carried)
+    grad, _, grad_state, dlast = grads
     op = BACKWARD[ctx.backend]
     # where a graph of this is wanted, the op raises on every way back through it
     dsources, dweights, others = op.dispatched(*back) if torch.is_grad_enabled() else op(back)
@@ -263,10 +268,9 @@ def _gradients(
     if back.state_dtype is not None:
         dstate = next(rest)
     elif ctx.state_dtype is not None and grad is not None:
-        dstate = (grad if ctx.scale == 1.0 else grad * ctx.scale).to(ctx.state_dtype)
+        dstate = (grad if back.scale == 1.0 else grad * back.scale).to(ctx.state_dtype)
         dstate = _sum(dstate, grad_state)
-    dlast = grad_last
-    if ctx.reads_last:
+    if back.reads_last:
         *dsources, dlast = dsources
     if back.writes_output:
         doutput = next(rest)
@@ -276,35 +280,6 @@ def _gradients(
     of_query = unfolded(dweights[0], query, key_weight)
     dpartial = dlast if ctx.has_partial else None
     return dsources, of_query, dstate, dprior, dprior_lse, dnorm, doutput, dpartial
-
-
-def _recorded(
-    ctx: Any,
-    saved: Sequence[Any],
-    grad: Tensor | None,
-    grad_y: Tensor | None,
-    grad_state: Tensor | None,
-    grad_last: Tensor | None,
-    carried: list[Tensor | None],
-) -> MixBackward:
-    q, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
-    if grad_y is None:
-        norm_weight = None
-    # without a norm or a push the residual's gradient is the incoming one, and costs nothing
-    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
-    return MixBackward(
-        grad,
-        [] if grad_y is None else [grad_y],
-        None if state_dtype is None else grad_state,
-        None if ctx.reads_last else grad_last,
-        gathered(carried, sources),
-        *(sources, q, prior, prior_lse, norm_weight, x, low, stats),
-        *(ctx.heads, ctx.slice_norm, ctx.offset, ctx.scale, ctx.reads_last),
-        ctx.adds_output and (ctx.reads_last or grad_last is not None),
-        ctx.mixes_again and norm_weight is not None,
-        ctx.from_y,
-        state_dtype,
-    )
 
 
 def folded(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -372,12 +347,6 @@ class Options(NamedTuple):
     prior_lse: Tensor | None = None
     reads_last: bool = False
     """Whether the sum of the block that the output goes to is a source too, the last."""
-    returns_x: bool = True
-    """Beside y. Who needs no x, no last, or has no further site to hand sources on to should say
-    so; see :class:`Wants`."""
-    returns_last: bool = True
-    hands_on: bool = True
-    hands_state_on: bool = False
 
 
 def depth_boundary(
@@ -400,8 +369,11 @@ def depth_boundary(
 
     Every part but the mix is optional: ``output=None`` pushes nothing, ``partial=None`` starts a
     block (last is the output), ``residual=None`` keeps no state, ``prior`` starts from a finished
-    group. ``sources`` excludes ``last``. ``options`` are those of :class:`Options`.
+    group. ``sources`` excludes ``last``. ``options`` are those of :class:`Options`, and of
+    :class:`Wants`: who needs no x, no last, or has no further site to hand sources on to should say
+    so.
     """
+    wants = Wants(**{name: options.pop(name) for name in Wants._fields if name in options})
     extra = Options(**options)
     tensors = residual, extra.prior, extra.prior_lse, extra.norm_weight, output, partial
     check_mix(sources, query, key_weight, tensors, heads, extra.head_norm)
@@ -416,7 +388,6 @@ def depth_boundary(
     )
     name = "depth_mix" if extra.prior is None else "depth_mix_merge"
     choice = choose(name, query.device.type, backend, widest_dtype(given), query.shape[0])
-    wants = Wants(extra.returns_x, extra.returns_last, extra.hands_on, extra.hands_state_on)
     return boundary(mix, key_weight, wants, choice.backend)
 
 

@@ -153,11 +153,10 @@ def depth_mix_merge(
     if sources:
         newer = depth_logits(sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm)
         logits = torch.cat([logits, newer])
-    mix = _weighted_sum(torch.softmax(logits, dim=0) * scale, [prior, *sources])
-    if residual is not None:
-        mix = scale * widen(residual) + mix
+    alpha = torch.softmax(logits, dim=0)
     example = residual if residual is not None else (sources[0] if sources else prior)
-    return mix.to(dtype or example.dtype)
+    dtype = dtype or example.dtype
+    return _mixed(alpha, [prior, *sources], residual, False, False, scale, dtype)
 
 
 def merge_partials(

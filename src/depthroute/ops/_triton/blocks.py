@@ -2,13 +2,20 @@
 
 A row of width D is seen as ``[H, D/H]`` and covered by ``NT`` column tiles ``[HB, BC]``, held as a
 tuple, so that a width such as 7168 (7 tiles of 1024) wastes no lanes. ``BS`` sources are handled at
-a time, so every loaded block is ``[BS, HB, BC]`` and statistics are ``[BS, HB, 1]``.
+a time, so every loaded block is ``[BS, HB, BC]`` and statistics are ``[BS, HB, 1]``. *Held* rows
+have the dtype they are stored in, *wide* rows are fp32.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from depthroute.ops._triton.layout import INTERPRETED
+
+# only as defaults of arguments: Triton's keys of kernels that use such constants themselves depend
+# on which of them is compiled first
+ON_GPU, NO_POLICY = tl.constexpr(not INTERPRETED), tl.constexpr("")
 
 
 @triton.jit
@@ -19,103 +26,144 @@ def pointers(p_table, o_n, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def tile_mask(o_h, o_c, H: tl.constexpr, DH: tl.constexpr):
-    return (o_h < H) & (o_c < DH)
+def places_of_row(
+    H: tl.constexpr, DH: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
+):
+    """Of each of its tiles the offsets [1, HB, BC] into a row, and the mask of those it has."""
+    o_h = tl.arange(0, HB)[None, :, None]
+    offsets, masks = (), ()
+    for j in tl.static_range(NT):
+        o_c = j * BC + tl.arange(0, BC)[None, None, :]
+        offsets = offsets + (o_h * DH + o_c,)
+        masks = masks + ((o_h < H) & (o_c < DH),)
+    return offsets, masks
 
 
 @triton.jit
-def load_tiles(
-    p,
-    m_n,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-    POLICY: tl.constexpr,
-):
-    """NT blocks [BS, HB, BC] of the rows at ``p`` [BS, 1, 1]; ``m_n`` says which rows exist."""
-    o_h = tl.arange(0, HB)[None, :, None]
+def hold(p, places, m_n=True, POLICY: tl.constexpr = NO_POLICY):
+    """The row at ``p``, as blocks [1, HB, BC] of the dtype it is stored in; or rows at ``p``
+    [BS, 1, 1], as blocks [BS, HB, BC], of which ``m_n`` says which exist."""
+    offsets, masks = places
     tiles = ()
-    for j in tl.static_range(NT):
-        o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        m = m_n & tile_mask(o_h, o_c, H, DH)
-        tiles = tiles + (tl.load(p + (o_h * DH + o_c), m, 0.0, eviction_policy=POLICY),)
+    for j in tl.static_range(len(offsets)):
+        b = tl.load(p + offsets[j], m_n & masks[j], 0, eviction_policy=POLICY)
+        tiles = tiles + (b,)
     return tiles
 
 
 @triton.jit
-def hold(
-    p,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-):
-    """One row as NT blocks [1, HB, BC] of the dtype it is stored in."""
-    o_h = tl.arange(0, HB)[None, :, None]
-    tiles = ()
-    for j in tl.static_range(NT):
-        o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        tiles = tiles + (tl.load(p + (o_h * DH + o_c), tile_mask(o_h, o_c, H, DH), 0.0),)
-    return tiles
+def load_row(p, places):
+    """One row as fp32 blocks [1, HB, BC]."""
+    return widen(hold(p, places))
 
 
 @triton.jit
-def widen(held, NT: tl.constexpr):
+def store_row(p, tiles, places, m_n=True):
+    """The inverse of :func:`hold`. An eviction policy made it slower."""
+    offsets, masks = places
+    for j in tl.static_range(len(tiles)):
+        tl.store(p + offsets[j], tiles[j].to(p.dtype.element_ty), m_n & masks[j])
+
+
+@triton.jit
+def widen(held):
     """A held row in fp32."""
+    return narrow(held, tl.float32)
+
+
+@triton.jit
+def narrow(wide, DTYPE: tl.constexpr):
+    """Rounded to DTYPE."""
+    return [b.to(DTYPE) for b in wide]
+
+
+@triton.jit
+def again(held, GPU: tl.constexpr = ON_GPU):
+    """A held row in fp32, for the second time.
+
+    Hides the row from the optimiser, which would otherwise keep the first wide row, and with it
+    twice the registers.
+    """
     wide = ()
-    for j in tl.static_range(NT):
-        wide = wide + (held[j].to(tl.float32),)
+    for j in tl.static_range(len(held)):
+        b = held[j]
+        if GPU and b.dtype.primitive_bitwidth == 16:
+            b = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False, pack=2
+            )
+        wide = wide + (b.to(tl.float32),)
     return wide
 
 
 @triton.jit
-def load_row(
-    p,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-):
-    """One row as NT fp32 blocks [1, HB, BC]."""
-    return widen(hold(p, H, DH, HB, BC, NT), NT)
+def zeros(wide):
+    """As many as ``wide`` has."""
+    return [tl.zeros_like(b) for b in wide]
 
 
 @triton.jit
-def store_row(
-    p,
-    tiles,
-    H: tl.constexpr,
-    DH: tl.constexpr,
-    HB: tl.constexpr,
-    BC: tl.constexpr,
-    NT: tl.constexpr,
-):
-    o_h = tl.arange(0, HB)[None, :, None]
-    for j in tl.static_range(NT):
-        o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        b = tiles[j].to(p.dtype.element_ty)
-        tl.store(p + (o_h * DH + o_c), b, tile_mask(o_h, o_c, H, DH))
-
-
-@triton.jit
-def zero_row(HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr):
+def axpy(a, x, y):
+    """a x + y."""
     tiles = ()
-    for _ in tl.static_range(NT):
-        tiles = tiles + (tl.zeros([1, HB, BC], tl.float32),)
+    for j in tl.static_range(len(x)):
+        tiles = tiles + (a * x[j] + y[j],)
     return tiles
 
 
 @triton.jit
-def dot_tiles(a, b, NT: tl.constexpr):
-    """Per-head dot products [BS, HB, 1] of two tuples of tiles; one reduction for all tiles."""
+def plus(a, b):
+    tiles = ()
+    for j in tl.static_range(len(a)):
+        tiles = tiles + (a[j] + b[j],)
+    return tiles
+
+
+@triton.jit
+def times(a, factor):
+    return [tile * factor for tile in a]
+
+
+@triton.jit
+def multiply(a, b):
+    tiles = ()
+    for j in tl.static_range(len(a)):
+        tiles = tiles + (a[j] * b[j],)
+    return tiles
+
+
+@triton.jit
+def over(a, b):
+    tiles = ()
+    for j in tl.static_range(len(a)):
+        tiles = tiles + (a[j] / b[j],)
+    return tiles
+
+
+@triton.jit
+def off_zero(a, least):
+    """With ``least`` for what is nearer to zero."""
+    return [tl.where(tl.abs(b) < least, least, b) for b in a]
+
+
+@triton.jit
+def product(a, b):
+    """Elementwise products in fp32 summed over tiles, before the sum over columns."""
     v = a[0].to(tl.float32) * b[0].to(tl.float32)
-    for j in tl.static_range(1, NT):
+    for j in tl.static_range(1, len(a)):
         v += a[j].to(tl.float32) * b[j].to(tl.float32)
-    return tl.sum(v, 2, keep_dims=True)
+    return v
+
+
+@triton.jit
+def products(rows, b):
+    """The product of each held row and a wide one."""
+    return [product(again(row), b) for row in rows]
+
+
+@triton.jit
+def dot_tiles(a, b):
+    """Per-head dot products [BS, HB, 1] of two tuples of tiles; one reduction for all tiles."""
+    return tl.sum(product(a, b), 2, keep_dims=True)
 
 
 @triton.jit
@@ -124,28 +172,33 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def sum_two(v0, v1, GPU: tl.constexpr):
-    """Sums over columns with one exchange between warps.
-
-    The interpreter runs such reductions one element at a time, so it takes them apart.
-    """
-    if GPU:
-        v0, v1 = tl.reduce((v0, v1), 2, _add_pairs, keep_dims=True)
-    else:
-        v0, v1 = tl.sum(v0, 2, keep_dims=True), tl.sum(v1, 2, keep_dims=True)
-    return v0, v1
+def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
 
 
 @triton.jit
-def square_and_dot(s, q, NT: tl.constexpr, GPU: tl.constexpr):
-    """sum s^2 and sum s q over columns, [BS, HB, 1] each."""
-    b = s[0].to(tl.float32)
-    v, w = b * b, b * q[0]
-    for j in tl.static_range(1, NT):
-        b = s[j].to(tl.float32)
-        v += b * b
-        w += b * q[j]
-    return sum_two(v, w, GPU)
+def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
+    """Sums over columns of two or four tiles with one exchange between warps.
+
+    The interpreter runs such reductions one element at a time, so it takes them apart.
+    """
+    if not GPU:
+        sums = tuple([tl.sum(b, 2, keep_dims=True) for b in tiles])
+    elif len(tiles) == 2:
+        sums = tl.reduce(tiles, 2, _add_pairs, keep_dims=True)
+    else:
+        sums = tl.reduce(tiles, 2, _add_fours, keep_dims=True)
+    return sums
+
+
+@triton.jit
+def squares_and_dots(rows, q):
+    """sum s^2 and sum s q over columns, [BS, HB, 1] each, of one or two rows (or blocks of them)
+    in turn."""
+    tiles = ()
+    for n in tl.static_range(len(rows)):
+        tiles = tiles + (product(rows[n], rows[n]), product(rows[n], q))
+    return sum_columns(tiles)
 
 
 @triton.jit
@@ -157,11 +210,55 @@ def over_sources(x, BS: tl.constexpr):
 
 
 @triton.jit
-def over_norm_group(x, SLICE_NORM: tl.constexpr):
+def plus_sources(total, b_weight, s, BS: tl.constexpr):
+    """The row ``total`` and every source of a block times its weight."""
+    tiles = ()
+    for j in tl.static_range(len(s)):
+        tiles = tiles + (total[j] + over_sources(b_weight * s[j].to(tl.float32), BS),)
+    return tiles
+
+
+@triton.jit
+def source_gradient(b_weight, b_dx, b_through, b_q, b_pull, s):
+    """Through a source's weight in the mix, and through its score and that one's norm."""
+    tiles = ()
+    for j in tl.static_range(len(s)):
+        b_direct = b_weight * b_dx[j] + b_through * b_q[j]
+        tiles = tiles + (b_direct - b_pull * s[j].to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def normed(b_x, b_w, D: tl.constexpr, eps):
+    """y = x r w, and r = 1/rms(x)."""
+    b_r = tl.rsqrt(tl.sum(dot_tiles(b_x, b_x), 1, keep_dims=True) / D + eps)
+    return multiply(times(b_x, b_r), b_w), b_r
+
+
+@triton.jit
+def norm_gradient(b_gy, b_w, b_xhat, b_r, b_mean):
+    """What y hands on to x: r (gw - xhat mean(gw xhat))."""
+    tiles = ()
+    for j in tl.static_range(len(b_gy)):
+        tiles = tiles + ((b_gy[j] * b_w[j] - b_xhat[j] * b_mean) * b_r,)
+    return tiles
+
+
+@triton.jit
+def over_norm_group(x, NORMS: tl.constexpr):
     """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
-    if not SLICE_NORM:
+    if NORMS == 1:
         x = tl.sum(x, 1, keep_dims=True)
     return x
+
+
+@triton.jit
+def through_norm(b_ds, b_logit, b_rstd, D: tl.constexpr, NORMS: tl.constexpr):
+    """What multiplies q and s in the gradient of a source through its score: r ds, and
+    (sum_h ds logit) r^2 / D."""
+    b_through = b_ds * b_rstd
+    b_sum = over_norm_group(b_ds * b_logit, NORMS)
+    return b_through, b_sum * b_rstd * b_rstd / (D // NORMS)
 
 
 @triton.jit
@@ -174,22 +271,28 @@ def _exponent(b):
 
 
 @triton.jit
-def low_bits(b, DTYPE: tl.constexpr):
-    """What rounding the fp32 ``b`` to DTYPE took away, in 2^-15 of half a last place."""
+def low_bits(wide, DTYPE: tl.constexpr):
+    """What rounding a wide row to DTYPE took away, in 2^-15 of half a last place."""
     UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
-    b_kept = b.to(DTYPE).to(tl.float32)
-    _, b_inverse = _exponent(b_kept)
-    b_low = (b - b_kept) * b_inverse * UNIT
-    b_low = tl.minimum(tl.maximum(b_low, -32767.0), 32767.0)
-    return (b_low + tl.where(b_low < 0, -0.5, 0.5)).to(tl.int16)
+    tiles = ()
+    for j in tl.static_range(len(wide)):
+        b_kept = wide[j].to(DTYPE).to(tl.float32)
+        _, b_inverse = _exponent(b_kept)
+        b_low = (wide[j] - b_kept) * b_inverse * UNIT
+        b_low = tl.minimum(tl.maximum(b_low, -32767.0), 32767.0)
+        tiles = tiles + ((b_low + tl.where(b_low < 0, -0.5, 0.5)).to(tl.int16),)
+    return tiles
 
 
 @triton.jit
-def with_low_bits(b_kept, b_low, DTYPE: tl.constexpr):
-    """The inverse: ``b`` again, to 16 more bits."""
+def with_low_bits(kept, low, DTYPE: tl.constexpr):
+    """The inverse: the row again, to 16 more bits."""
     UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
-    b_power, _ = _exponent(b_kept)
-    return b_kept + b_low.to(tl.float32) * (b_power / UNIT)
+    tiles = ()
+    for j in tl.static_range(len(kept)):
+        b_power, _ = _exponent(kept[j])
+        tiles = tiles + (kept[j] + low[j].to(tl.float32) * (b_power / UNIT),)
+    return tiles
 
 
 @triton.jit

@@ -136,12 +136,12 @@ def changed(launch: AnyLaunch, changes: Changes) -> AnyLaunch:
     return replace(launch, **dict(changes)) if changes else launch
 
 
-def retiled(block: Tiles, slice_width: int, changes: Changes) -> Tiles:
+def retiled(block: Tiles, width: int, heads: int, changes: Changes) -> Tiles:
     """``block``, or tiles of as many columns as are forced."""
     columns = dict(changes or ()).get("columns", 0)
     if not columns:
         return block
-    return Tiles(block.heads, columns, triton.cdiv(slice_width, columns))
+    return Tiles(block.heads, columns, triton.cdiv(width // heads, columns))
 
 
 def _warps(elements: int, per_thread: int) -> int:
@@ -155,16 +155,12 @@ SHARED_BYTES = 216 * 1024
 
 def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
     """Pipeline stages, each but one with ``bytes_ahead`` in the shared memory of every program."""
-    while wanted > 1 and (wanted - 1) * bytes_ahead * programs > SHARED_BYTES:
-        wanted -= 1
-    return wanted
+    return max(1, min(wanted, 1 + SHARED_BYTES // (bytes_ahead * programs)))
 
 
 def _programs(wanted: int, bytes_ahead: int) -> int:
     """Per multiprocessor, as many as have two stages' rows on their way in its shared memory."""
-    while wanted > 1 and 2 * wanted * bytes_ahead > SHARED_BYTES:
-        wanted -= 1
-    return wanted
+    return max(1, min(wanted, SHARED_BYTES // (2 * bytes_ahead)))
 
 
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
