@@ -90,9 +90,11 @@ def test_an_update_is_adamws_own_or_none_at_all(is_bad):
 )
 def test_replayed_steps_are_the_steps(make, changes):
     settings = replace(SETTINGS, **changes)
+    # sums in another order differ by an ulp of fp32, which turns roundings to bf16 over
+    budget = 2**-8 if settings.precision == "bf16" else 1e-5
     mine, other = (make(settings, replays=is_replayed) for is_replayed in (True, False))
     for found, expected in zip(take_steps(mine, words()), take_steps(other, words()), strict=True):
-        replays.assert_near(found, expected, budget=1e-5)
+        replays.assert_near(found, expected, budget=budget)
     assert mine.is_replayed
     assert [part.graph.replays for part in mine.graphs._captured.values()] == [9] * (
         settings.accumulation
