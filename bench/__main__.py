@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bench import attention as attending
-from bench import breakdown, kernels, peers, tuning, widths
+from bench import breakdown, commits, kernels, peers, tuning, widths
 from bench import evidence as distilling
 from bench import ops as contest
 from bench import path as paths
@@ -125,6 +125,37 @@ def every_width(
     lowest = [row for rows in record.values["worst"].values() for row in rows]
     columns = "S N D dtype heads forward_ms forward_frac both_ms both_frac"
     output.finish(record, columns, "the worst ten forward, and with backward", lowest)
+
+
+@app.command(
+    "commits", epilog="Example: `python -m bench commits ../before --precompile 8 --out both.json`"
+)
+def two_commits(
+    other: Annotated[Path, typer.Argument(help="Another checkout of this project.")],
+    *,
+    presets: Annotated[str, typer.Option(help="Of the steps, comma-separated.")] = "100m",
+    methods: Annotated[
+        str, typer.Option(help="Of the steps, comma-separated.")
+    ] = "standard,delta-block,attnres-block,depth-attention,delta",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Fewer layers than the preset's.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences.")] = 16,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 1024,
+    precompile: Precompile = 0,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """This tree and another in turns: operators, steps, and what a call costs the CPU.
+
+    Times of this tree over those of the other, the median over rounds and its quartiles.
+    """
+    timing.device_of(device, "commits", cpu=False)
+    sizes = {"layers": layers, "batch_size": batch_size, "sequence_length": sequence_length}
+    steps = [({"preset": p} | sizes, m) for p in presets.split(",") for m in methods.split(",")]
+    record = record_of("commits", output, presets=presets, methods=methods, **sizes)
+    commits.run(record, other.resolve(), steps, num_processes=precompile)
+    output.finish(record, "what this other unit ratio", "this tree over the other")
 
 
 @app.command(epilog="Example: `python -m bench path --out path.json`")

@@ -281,6 +281,12 @@ class RoutedCausalLM(RoutedHead):
         if RoutedCausalLM in cls.__bases__:
             cls.forward = _also_loss(cls.forward)
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. What the routing reads of its parameters is made once for all
+        tokens."""
+        with self.sites.holding(self.dtype):
+            return super().generate(*args, **kwargs)  # pyright: ignore
+
     def summed_loss(
         self,
         targets: Tensor,

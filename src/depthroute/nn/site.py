@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from depthroute import ops
 from depthroute.checks import check_choice, check_number, check_whole
 from depthroute.errors import ConfigError
-from depthroute.plan import Place, Plan
+from depthroute.plan import DepthRow, Place, Plan
 
 if TYPE_CHECKING:
     from depthroute.nn.stream import Observer
@@ -77,6 +78,12 @@ class SiteParameters:
     def queries(self) -> list[Tensor]:
         """Of its reads, in their order."""
         return [query for query in (self.query, self.value_query) if query is not None]
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether queries are all there is to it."""
+        others = (self.key_weight, self.gate, self.logits, self.projection, self.value_weight)
+        return self.query is not None and all(tensor is None for tensor in others)
 
     def folded(self, products: Iterator[Tensor]) -> SiteParameters:
         """With its gain in its queries: the next of ``products``."""
@@ -364,6 +371,9 @@ class Sites(nn.Module):
     A model calls it once a forward and goes on with the :class:`Routing` that comes back.
     """
 
+    held: Tensor | None = None
+    """All queries with their gains in them, [G, D], while :meth:`holding`."""
+
     def __init__(self, plan: Plan, width: int) -> None:
         super().__init__()
         self.plan = plan
@@ -410,9 +420,48 @@ class Sites(nn.Module):
 
     def forward(self, embedding: Tensor | None = None) -> Routing:
         """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
-        places = range(len(self.plan.places))
+        plan = self.plan
+        if torch.compiler.is_compiling():
+            places, depth = self._constant_rows()
+            plan = replace(plan, places=places, depth=depth)
+        if self.held is not None:
+            return Routing(plan, self._held_sites(plan, self.held), self.observer)
+        places = range(len(plan.places))
         sites = (None if (site := self.at(i)) is None else site() for i in places)
-        return Routing(self.plan, tuple(sites), self.observer)
+        return Routing(plan, tuple(sites), self.observer)
+
+    def _held_sites(self, plan: Plan, held: Tensor) -> tuple[SiteParameters | None, ...]:
+        queries, settings = iter(held.unbind()), (plan.eps, plan.heads, plan.head_norm)
+        sites: list[SiteParameters | None] = []
+        for place in plan.places:
+            given = [next(queries) for _ in place.reads] if place.has_site else []
+            site = SiteParameters(given[0], None, None, *settings) if given else None
+            if site is not None and len(given) > 1:
+                site = replace(site, value_query=given[1])
+            sites.append(site)
+        return tuple(sites)
+
+    @contextmanager
+    def holding(self, dtype: torch.dtype) -> Iterator[None]:
+        """For many forwards between which no parameter changes, over sources of ``dtype``: sites
+        are called and gains folded once, and a compiled call takes one tensor in place of all."""
+        before = self.held
+        with torch.no_grad():
+            routing = self().folded(dtype)
+        sites = [site for site in routing.sites if site is not None]
+        if sites and all(site.is_folded for site in sites):
+            self.held = torch.stack([query for site in sites for query in site.queries])
+        try:
+            yield
+        finally:
+            self.held = before
+
+    @torch.compiler.assume_constant_result
+    def _constant_rows(self) -> tuple[tuple[Place, ...], tuple[DepthRow, ...]]:
+        """For a graph that is traced. Fields of the plan's own rows would be guarded one by one,
+        which a compiled call pays for every time; these are copies, which a graph takes as they
+        are."""
+        return tuple(map(replace, self.plan.places)), tuple(map(replace, self.plan.depth))
 
     @property
     def active(self) -> Sites:
