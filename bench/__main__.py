@@ -27,10 +27,12 @@ from depthroute.cli.bench import (
     Shapes,
     StepOptions,
     measure_step,
+    parse_whole_numbers,
 )
 from depthroute.cli.evaluate import TaskOptions
 from depthroute.cli.look import load
 from depthroute.cli.terminal import progress
+from depthroute.config import parse_methods
 from depthroute.evaluate.tasks import harness_version
 from depthroute.train.compiler import use_own_caches
 
@@ -228,6 +230,39 @@ def step(
 
     looks = breakdown if profile else None
     measure_step(model, options, output, prepare=compile_first, profile=looks)
+
+
+@app.command(epilog="Example: `python -m bench cold --layers 28,56 --out cold.json`")
+def cold(
+    *,
+    preset: Annotated[
+        str, typer.Option(help="Model shape; see `depthroute presets`.")
+    ] = "delta-0.6b",
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated as in `compare`.")
+    ] = "standard,delta-block",
+    layers: Annotated[str, typer.Option(help="Numbers of layers, comma-separated.")] = "28,56",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences.")] = 8,
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of each.")] = 2048,
+    device: Gpu = "auto",
+    output: OutputOptions,
+) -> None:
+    """The first training step alone, from empty caches, one process after the other.
+
+    Seconds are of that step: compiling, our kernels among it, and not the imports or the model.
+    """
+    where = timing.device_of(device, "cold", cpu=False)
+    depths = parse_whole_numbers("--layers", layers)
+    labels = [method.label for method in parse_methods(methods)]
+    shape: dict[str, Any] = {"batch_size": batch_size, "sequence_length": sequence_length}
+    record = record_of("cold", output, preset=preset, methods=methods, layers=layers, **shape)
+    for depth in depths:
+        settings = {"preset": preset, "layers": depth, "device": str(where)} | shape
+        for row in compiling.steps(settings, labels, 1, record.say, is_cold=True):
+            record.add({"layers": depth, "method": row.pop("what")} | row)
+            if "error" in row:
+                record.fail(f"{depth} layers: {row['error']}")
+    output.finish(record, "layers method seconds", "first step from empty caches")
 
 
 @app.command(

@@ -324,7 +324,7 @@ def generate(*, model: ModelOptions, options: GenerateOptions, output: OutputOpt
         model.settings(
             "generate", StepOptions(batch, length.prompt + length.new, eager=options.eager)
         )
-        for batch in _whole_numbers("--batch-sizes", options.batch_sizes)
+        for batch in parse_whole_numbers("--batch-sizes", options.batch_sizes)
     ]
     methods = stepping.jobs(model.methods)
     record = output.record(
@@ -335,7 +335,7 @@ def generate(*, model: ModelOptions, options: GenerateOptions, output: OutputOpt
     output.finish(record, GENERATE_COLUMNS, f"generate, {model.preset}")
 
 
-def _whole_numbers(option: str, text: str) -> list[int]:
+def parse_whole_numbers(option: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"{option} {text!r}: give whole numbers from 1, separated by commas")
