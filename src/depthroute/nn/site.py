@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from depthroute import ops
 from depthroute.checks import check_choice, check_number, check_whole
 from depthroute.errors import ConfigError
+from depthroute.ops.private.regions import is_constant
 from depthroute.plan import DepthRow, Place, Plan
 
 if TYPE_CHECKING:
@@ -456,7 +457,7 @@ class Sites(nn.Module):
         finally:
             self.held = before
 
-    @torch.compiler.assume_constant_result
+    @is_constant
     def _constant_rows(self) -> tuple[tuple[Place, ...], tuple[DepthRow, ...]]:
         """For a graph that is traced. Fields of the plan's own rows would be guarded one by one,
         which a compiled call pays for every time; these are copies, which a graph takes as they

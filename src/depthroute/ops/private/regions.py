@@ -9,15 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from depthroute.errors import DepthrouteError
 
+Made = TypeVar("Made", bound=Callable[..., Any])
 KEEPS_MATERIALISED = "ban_recompute_materialized_backward"
 IS_KNOWN = hasattr(nn.Module, "_compiled_call_impl") and hasattr(nn.Module, "_call_impl")
+
+
+def is_constant(function: Made) -> Made:
+    """Marked as ``torch.compiler.assume_constant_result`` does, which imports all of the compiler:
+    a graph takes what ``function`` returns as it is and guards none of it. Unmarked it would be
+    traced, with the same result."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., Any]:
