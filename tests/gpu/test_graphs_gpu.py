@@ -41,10 +41,10 @@ def history(trainer, batch=of_words, steps=12):
     return found, [p.detach().clone() for p in trainer.model.parameters()]
 
 
-def assert_near(found, expected):
+def assert_near(found, expected, rel=1e-4):
     """The gradient of an embedding is added up in an order of its own every time."""
     for mine, other in zip(found, expected, strict=True):
-        assert mine == pytest.approx(other, rel=1e-4)
+        assert mine == pytest.approx(other, rel=rel)
 
 
 @pytest.mark.parametrize("compiler", [None, "inductor"])
@@ -73,7 +73,7 @@ def test_captured_steps_are_the_steps_without_a_graph(changes, compiler):
     assert captured.graphs.obstacle is None
     assert len(captured.graphs._captured) == min(2, captured.settings.accumulation)
     assert len(captured.graphs._endings) == (captured.settings.optimizer == "adamw")
-    assert_near(figures, expected)
+    assert_near(figures, expected, rel=1e-3 if "optimizer" in changes else 1e-4)
     for mine, other in zip(parameters, exact, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
 

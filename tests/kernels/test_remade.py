@@ -45,6 +45,7 @@ def step(model):
 def test_an_input_is_gone_made_again_to_the_bit_and_so_are_the_gradients(
     dtype, settings, monkeypatch
 ):
+    monkeypatch.setattr("depthroute.nn.remade.LEAST_WIDTH", 1)
     model, read, gone, made = routed(dtype, **settings), {}, {}, {}
     start, make = Watch.__init__, Remade._remade
 

@@ -28,6 +28,7 @@ PLACES = [1, 2, 3, 4, 5]
 @pytest.fixture(autouse=True)
 def _as_kernels_do(monkeypatch):
     monkeypatch.setattr("depthroute.ops.most_fused", lambda *_: 99)
+    monkeypatch.setattr("depthroute.nn.remade.LEAST_WIDTH", 1)
 
 
 @pytest.fixture
@@ -410,3 +411,12 @@ def test_other_ways_to_train_have_the_same_gradients(precision, keeping):
     found = run()
     keeping()
     assert_same_bits(found, run())
+
+
+def test_short_rows_are_kept(again, monkeypatch):
+    monkeypatch.setattr("depthroute.nn.remade.LEAST_WIDTH", 33)
+    step(routed())
+    assert not again
+    monkeypatch.setattr("depthroute.nn.remade.LEAST_WIDTH", 32)
+    step(routed())
+    assert sorted(again) == PLACES

@@ -21,6 +21,11 @@ from depthroute.nn.stream import PreNorm, ResidualStream
 from depthroute.ops.private.saved import may_be_hooked
 
 
+LEAST_WIDTH = 1024
+"""Of rows that are made again. What a sublayer computes grows with the square of the width and what
+making its input again reads only with the width: at 768 half of the blocks cost 1.1% of a step."""
+
+
 class Kept(NamedTuple):
     """A tensor that is needed in backward as it was. Torch does not look after that where saved
     tensors have hooks."""
@@ -127,10 +132,13 @@ def remaking(
     """``call`` for a sublayer that reads ``x``, without keeping it; one kernel made it of what
     ``stream`` holds, ``norm`` and all.
 
-    ``call`` itself where nothing is recorded, where a compiler sees the whole of it, and where
-    somebody else decides what becomes of saved tensors, as checkpointing and offloading do.
+    ``call`` itself where rows are short, where nothing is recorded, where a compiler sees the whole
+    of it, and where somebody else decides what becomes of saved tensors, as checkpointing and
+    offloading do.
     """
     if site is None or not x.requires_grad or torch.compiler.is_compiling():
+        return call
+    if x.shape[-1] < LEAST_WIDTH:
         return call
     if not may_be_hooked() or not x.is_contiguous() or x.storage_offset() != 0:
         return call
