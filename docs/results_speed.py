@@ -227,7 +227,7 @@ def trained_steps() -> str:
             f"{judged(f'{faster:.2f}', faster >= 1.3)} times as fast (target 1.30).",
             f"Over {len(other['losses'])} steps in bf16 their losses differ by at most "
             f"{furthest:.1%}.\n",
-            trained_table("step_h200_0.6b_folded", "step_h200_0.6b_graphs"),
+            trained_table("step_h200_0.6b_graphs"),
             trained_table("step_h200_100m", "step_h200_100m_others"),
         ]
     )
