@@ -135,6 +135,9 @@ def every_width(
 def two_commits(
     other: Annotated[Path, typer.Argument(help="Another checkout of this project.")],
     *,
+    parts: Annotated[
+        str, typer.Option(help=f"What is timed: of {', '.join(commits.PARTS)}.")
+    ] = ",".join(commits.PARTS),
     presets: Annotated[str, typer.Option(help="Of the steps, comma-separated.")] = "100m",
     methods: Annotated[
         str, typer.Option(help="Of the steps, comma-separated.")
@@ -156,7 +159,8 @@ def two_commits(
     sizes = {"layers": layers, "batch_size": batch_size, "sequence_length": sequence_length}
     steps = [({"preset": p} | sizes, m) for p in presets.split(",") for m in methods.split(",")]
     record = record_of("commits", output, presets=presets, methods=methods, **sizes)
-    commits.run(record, other.resolve(), steps, num_processes=precompile)
+    wanted = parts.split(",")
+    commits.run(record, other.resolve(), steps, parts=wanted, num_processes=precompile)
     output.finish(record, "what this other unit ratio", "this tree over the other")
 
 

@@ -19,12 +19,14 @@ from typing import Any
 
 from depthroute.bench.operators import EVERY_SHAPE, num_tokens
 from depthroute.bench.record import Record
-from depthroute.errors import DepthrouteError
+from depthroute.errors import DepthrouteError, unknown
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS = 7, 4
 SLOWER = 1.01
 """What is above, as time of this tree over the other's, is said to be slower."""
+
+PARTS = ("calls", "operators", "steps")
 
 Row = dict[str, Any]
 
@@ -69,11 +71,11 @@ def start(root: Path) -> subprocess.Popen[str]:
 @contextmanager
 def working(root: Path) -> Iterator[Tree]:
     tree = Tree(root)
-    try:
-        yield tree
-    finally:
-        tree.process.kill()
-        tree.process.wait()
+    with tree.process:  # closes its pipes and waits for it
+        try:
+            yield tree
+        finally:
+            tree.process.kill()
 
 
 def run(
@@ -81,15 +83,20 @@ def run(
     other: Path,
     steps: Sequence[tuple[dict[str, Any], str]],
     *,
+    parts: Sequence[str] = PARTS,
     num_processes: int = 0,
 ) -> None:
     """``steps`` are settings and a method each."""
     if not (other / "src" / "depthroute").is_dir():
         raise DepthrouteError(f"{str(other)!r} is no checkout of this project")
+    for part in parts:
+        if part not in PARTS:
+            raise unknown("part", part, PARTS)
     shapes = [(sources, num_tokens(sources), width) for sources, width in EVERY_SHAPE]
+    shapes, steps = shapes if "operators" in parts else [], steps if "steps" in parts else []
     if num_processes:
         compile_first(record, other, shapes, steps, num_processes)
-    for name, pair in call_costs(other).items():
+    for name, pair in call_costs(other).items() if "calls" in parts else ():
         finish(record, {"what": f"CPU, {name}", "unit": "us", **summary([pair])})
     with working(ROOT) as mine, working(other) as theirs:
         for sources, tokens, width in shapes:
