@@ -380,6 +380,7 @@ class Sites(nn.Module):
         self.plan = plan
         self.width = width
         self.observer: Observer | None = None
+        self.held = None  # here too, or a graph would notice when it is first set
         mixes_values, is_closed = plan.values == "numbers", plan.init == "gate"
         gate_start = 0.0 if is_closed else 0.5 if mixes_values else float(plan.learned)
         value_start = 1.0 - gate_start if mixes_values else None
@@ -411,6 +412,7 @@ class Sites(nn.Module):
         part = Sites.__new__(Sites)
         nn.Module.__init__(part)
         part.plan, part.width, part.observer = plan, self.width, self.observer
+        part.held = None
         part._by_index = {i: key for i, key in self._by_index.items() if i in places}
         part._names = {
             name: key for name, key in self._names.items() if key in part._by_index.values()
