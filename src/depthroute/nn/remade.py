@@ -22,7 +22,7 @@ from depthroute.ops.private.saved import may_be_hooked
 
 LEAST_WIDTH = 1024
 """Of rows that are made again. What a sublayer computes grows with the square of the width and what
-making its input again reads only with the width: at 768 half of the blocks cost 1.1% of a step."""
+making its input again reads only with the width: at 768 half of the blocks cost 1% of a step."""
 
 
 class Kept(NamedTuple):
