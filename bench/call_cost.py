@@ -77,7 +77,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
 
     _, *kept = attention()
 
-    def attention_backward():
+    def attention_backward(handed=()):
         return ns.depth_attention_mix_triton_backward.default(
             [g], [g] * len(handed), handed, q, keys, values, *kept, 0.125
         )
@@ -102,6 +102,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         "boundary backward": backward,
         "attention forward": attention,
         "attention backward": attention_backward,
+        "attention backward, handed": lambda: attention_backward(handed),
     }
     made |= {"eager boundary forward": eager, "eager boundary, both": eager_both}
     return made | places(leaves, weights[1])
@@ -148,7 +149,7 @@ def main() -> None:
     for name, call in calls(device).items():
         # inside a compiled graph, as in an autograd.Function, nothing is recorded
         with torch.set_grad_enabled(name.startswith("eager")):
-            print(f"{name:<26} {microseconds(call, wanted.rounds):7.1f} us", flush=True)
+            print(f"{name:<28} {microseconds(call, wanted.rounds):7.1f} us", flush=True)
             if wanted.profile:
                 with cProfile.Profile() as profile:
                     for _ in range(300):

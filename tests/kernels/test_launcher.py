@@ -79,6 +79,9 @@ def asked(monkeypatch):
 
     def compared(self, programs, lists, tensors, numbers):
         launch(self, programs, lists, tensors, numbers)
+        present = launcher._present(lists, tensors)
+        if self._reads_in_order and any(launcher.aligned(t) is not t for t in present):
+            return  # copies were launched, and compared, in its place
         chosen, (*given,) = Noted.launched[-1]
         lists = [None if t is None else tuple(t) for t in lists]
         arguments = *lists, *tensors, *numbers

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthroute import ops
 from depthroute.ops import _record, _torch, mix
@@ -150,6 +152,49 @@ def test_an_op_of_a_torch_that_is_not_known_takes_the_ordinary_route(monkeypatch
         for mine, other in zip(actual, expected, strict=True):
             assert_close(mine, other)
     opcheck(op.dispatched, tuple(group))
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_launch_is_dispatched_for_whoever_sees_or_replaces_tensors():
+    """And for nobody else: the function here notes what reaches it."""
+    reached = []
+
+    def function(group):
+        reached.append(group)
+        return _torch.group_forward(group)
+
+    op = dispatch.Op(
+        "depth_mix_group_triton_noted", Group, GroupResults, _record.fake_group, function
+    )
+    group = Group([normal(5, 8) for _ in range(3)], normal(4, 8), 1e-6, 1, False, torch.float32)
+    op(group)
+    assert reached.pop() is group, "dispatched for nothing"
+
+    with Seen() as seen:
+        op(group)
+    assert "depthroute.depth_mix_group_triton_noted.default" in seen.names
+    assert reached.pop() is not group
+
+    with torch.profiler.profile() as profile:
+        op(group)
+    names = {event.key for event in profile.key_averages()}
+    assert "depthroute::depth_mix_group_triton_noted" in names
+    reached.clear()
+
+    for replace in (FakeTensorMode().from_tensor, lambda tensor: tensor.to("meta")):
+        replaced = Group([*map(replace, group.sources)], replace(group.queries), *group[2:])
+        made = op(replaced)
+        assert made[0].shape == (4, 5, 8)
+        assert not reached, "a tensor without memory reached the kernel"
 
 
 def test_the_fields_of_a_record_are_the_arguments_of_its_op():

@@ -342,9 +342,7 @@ def fake_attention_triton_backward(*arguments) -> AttentionGradients:
 def attention_gradients(back: AttentionBackward) -> AttentionGradients:
     """Where the kernel writes: as query, keys and values lie, if those of all layers are alike. So
     a compiled graph, whose results they are, takes their gradients: it would copy any others."""
-    is_alike = _are_alike(back.keys) and _are_alike(back.values)
-    made = rows_like if is_alike else lambda t: t.new_empty(t.shape)
-    return rows_like(back.query), [made(k) for k in back.keys], [made(v) for v in back.values]
+    return rows_like(back.query), _all_like(back.keys), _all_like(back.values)
 
 
 def rows_like(tensor: Tensor) -> Tensor:
@@ -352,9 +350,12 @@ def rows_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if tensor.stride(-1) == 1 else tensor.new_empty(tensor.shape)
 
 
-def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    strides = tensors[0].stride()
-    return all(t.stride() == strides for t in tensors)
+def _all_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`rows_like`, in one order."""
+    strides = [*map(Tensor.stride, tensors)]
+    if strides[0][-1] == 1 and strides.count(strides[0]) == len(strides):
+        return list(map(torch.empty_like, tensors))
+    return [t.new_empty(t.shape) for t in tensors]
 
 
 RESIDENT_SOURCES = 17

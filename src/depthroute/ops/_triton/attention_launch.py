@@ -20,24 +20,27 @@ from depthroute.ops._record import (
 )
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
-from depthroute.ops.private.launcher import Prepared, kinds
+from depthroute.ops.private.launcher import Prepared, aligned, kinds
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(s for t in tensors for s in ((0, 0, 0) if t is None else t.stride()[:3]))
+    found: list[int] = []
+    for tensor in tensors:
+        found += (0, 0, 0) if tensor is None else tensor.stride()[:3]
+    return tuple(found)
 
 
 def _readable(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The list with one set of strides and aligned rows; copied only where it has to be."""
-    strides = tensors[0].stride()
-    element = 16 // tensors[0].element_size()
-    if strides[-1] == 1 and not any(s % element for s in strides[:3]):
+    strides = a, b, c, last = tensors[0].stride()
+    vector = 16 // tensors[0].element_size()
+    if last == 1 and not (a | b | c) & (vector - 1):
         for tensor in tensors:
-            if tensor.data_ptr() % 16 or tensor.stride() != strides:
+            if tensor.data_ptr() & 15 or tensor.stride() != strides:
                 break
         else:
             return tensors
-    return [layout.aligned(t) for t in tensors]
+    return [aligned(t) for t in tensors]
 
 
 def _readable_one(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -117,6 +120,9 @@ def _launch(
     key, value, num_layers = keys[0], values[0], len(keys)
     (_, heads, _, key_width), value_width = key.shape, value.shape[-1]
     is_few = num_layers <= MAX_ARGUMENTS
+    others = [None if t is None else t.dtype for t in tensors]
+    for listed in further:
+        others.append(None if listed is None else listed[0].dtype)
     found = plan(
         layout.forced_changes("attention"),
         bool(further),
@@ -128,7 +134,7 @@ def _launch(
         query.dtype,
         key.dtype,
         value.dtype,
-        tuple([t if t is None else t.dtype for t in (*tensors, *(t and t[0] for t in further))]),
+        tuple(others),
         kinds(strides),
     )
     first: Any = ()
@@ -171,11 +177,14 @@ def attention_backward(back: AttentionBackward) -> AttentionGradients:
         return dquery, dkeys, dvalues
     (query,), keys, values = _readable([query]), _readable(keys), _readable(values)
     (grad,), of_mixed = _readable(back.grads[:1]), _readable_one(back.grads[1:])
-    count, arrived = len(keys), back.arrived()
-    # that of the own key comes from attention over time, in whatever order that writes
-    of_query, of_key = _readable_one(arrived[0]), _readable_one(arrived[count])
-    of_keys, keys_like = _carried([*arrived[1:count], arrived[count][1:]], keys[0])
-    of_values, values_like = _carried(arrived[1 + count :], values[0])
+    count = len(keys)
+    of_query = of_key = of_keys = of_values = keys_like = values_like = None
+    if back.carried:
+        arrived = back.arrived()
+        # that of the own key comes from attention over time, in whatever order that writes
+        of_query, of_key = _readable_one(arrived[0]), _readable_one(arrived[count])
+        of_keys, keys_like = _carried([*arrived[1:count], arrived[count][1:]], keys[0])
+        of_values, values_like = _carried(arrived[1 + count :], values[0])
     _launch(
         (keys, values, dkeys, dvalues, of_keys, of_values),
         query,

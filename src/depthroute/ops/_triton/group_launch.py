@@ -19,7 +19,7 @@ from depthroute.ops._triton.group import (
     group_scores_kernel,
 )
 from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import FUSED, by_triton
+from depthroute.ops.private.launcher import FUSED, aligned, by_triton
 
 
 def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
@@ -38,9 +38,9 @@ def group_forward(group: Group) -> GroupResults:
     logits = queries.new_empty(tokens, num_sources, num_queries, heads)
     if tokens == 0:
         return outputs, lse, rstd, logits
-    sources = [layout.aligned(s) for s in sources]
+    sources = [aligned(s) for s in sources]
     if uses_dots(sources, heads, num_sources, num_queries):
-        dot_launch.forward(sources, layout.aligned(queries), eps, outputs, lse, rstd, logits)
+        dot_launch.forward(sources, aligned(queries), eps, outputs, lse, rstd, logits)
         return outputs, lse, rstd, logits
     block = layout.tiles(width, heads)
     launch, at_once = layout.group_launch(block, num_sources, num_queries)
@@ -49,7 +49,7 @@ def group_forward(group: Group) -> GroupResults:
         (packed,) = layout.pack([sources], queries)
         by_triton(group_forward_kernel, programs * triton.cdiv(num_queries, at_once))(
             packed,
-            layout.aligned(queries),
+            aligned(queries),
             outputs,
             lse,
             rstd,
@@ -78,12 +78,12 @@ def group_backward(back: GroupBackward) -> GroupGradients:
     grad, grad_lse, carried, sources, queries, rstd, logits, lse, heads, slice_norm = back
     num_queries, tokens, width = grad.shape
     num_sources, device = len(sources), queries.device
-    sources = [layout.aligned(s) for s in sources]
+    sources = [aligned(s) for s in sources]
     dsources = [torch.empty_like(s) for s in sources]
     if tokens == 0:
         return dsources, torch.zeros_like(queries)
-    grad, grad_lse, queries = (layout.aligned(t) for t in (grad, grad_lse, queries))
-    carried = [layout.aligned(c) for c in carried]
+    grad, grad_lse, queries = (aligned(t) for t in (grad, grad_lse, queries))
+    carried = [aligned(c) for c in carried]
     if uses_dots([*sources, *carried, grad], heads, num_sources, num_queries):
         stats = rstd, logits, lse
         dqueries = dot_launch.backward(grad, grad_lse, carried, sources, dsources, queries, *stats)

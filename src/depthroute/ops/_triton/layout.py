@@ -395,12 +395,6 @@ def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and 16-byte aligned, copied only if it is not."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
 @triton.jit
 def _table_kernel(pointers, p_table, COUNT: tl.constexpr):
     for i in tl.static_range(COUNT):

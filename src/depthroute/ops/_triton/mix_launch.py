@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from depthroute.ops._triton import layout
 from depthroute.ops._triton.mix import mix_backward_kernel, mix_forward_kernel
 from depthroute.ops._triton.resident import resident_backward_kernel, resident_forward_kernel
 from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import Prepared, are_aligned
+from depthroute.ops.private.launcher import Prepared, aligned
 
 
 class Plan(NamedTuple):
@@ -49,6 +48,7 @@ def _plan(
     run = Prepared(
         kernel,
         launch.warps,
+        reads_in_order=True,
         H=record.heads,
         DH=width // record.heads,
         OFFSET=record.offset,
@@ -63,19 +63,17 @@ def _plan(
     return Plan(is_resident, launch, run, stats_width)
 
 
-def _rows_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _row_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """New rows in order; empty_like is the fastest way, but would keep another order."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         return torch.empty_like(tensor)
     return tensor.new_empty(tensor.shape, dtype=dtype)
 
 
-def _aligned(lists: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor | None]) -> Any:
-    """All of them as the kernels read them, which is as they are nearly always."""
-    if not are_aligned([*chain(*lists), *[t for t in tensors if t is not None]]):
-        lists = [list(map(layout.aligned, listed)) for listed in lists]
-        tensors = [None if t is None else layout.aligned(t) for t in tensors]
-    return lists, tensors
+def _rows_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    if all(map(Tensor.is_contiguous, tensors)):
+        return list(map(torch.empty_like, tensors))
+    return [t.new_empty(t.shape) for t in tensors]
 
 
 VERY_FEW, FEW, FEW_ELEMENTS, WIDE = 3, 6, 6144, 4096
@@ -86,12 +84,13 @@ Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."
 
 
 @cache
-def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Plan:
-    """``mix`` by its dtypes. ``fits``: the rows of a token do one program's registers."""
+def forward_plan(forced: layout.Changes, width: int, mix: Mix) -> Plan:
+    """``mix`` by its dtypes."""
     sources: Any = mix.sources
     rows = [*sources, mix.output] if mix.reads_last else [*sources]
     rows += [dtype for dtype in (mix.residual, mix.prior, mix.partial) if dtype is not None]
     count, heads, pushes, first = mix.num_read, mix.heads, mix.output is not None, rows[0]
+    fits = _record.fits(count, width, first.itemsize)
     is_few = count <= VERY_FEW or (count <= FEW and count * width <= FEW_ELEMENTS)
     is_held = pushes or mix.norm_weight is not None or is_few or width > WIDE
     constants: dict[str, Any] = {"DTYPE": layout.DTYPES[first]}
@@ -109,59 +108,55 @@ def forward_plan(fits: bool, forced: layout.Changes, width: int, mix: Mix) -> Pl
 
 
 def mix_forward(mix: Mix) -> MixResults:
-    width, example, keeps_x = mix.query.shape[0], mix.example, mix.keeps_x
-    first = mix.sources[0] if mix.sources else example
-    fits = _record.fits(len(mix.sources) + mix.reads_last, width, first.element_size())
-    plan = forward_plan(fits, layout.forced_changes("mix"), width, mix.dtypes())
+    sources, query, residual, prior, prior_lse, norm_weight, output, partial = mix[:8]
+    width, example, keeps_x = query.shape[0], mix.example, mix.keeps_x
+    plan = forward_plan(layout.forced_changes("mix"), width, mix.dtypes())
     if (mix.keeps_y or not keeps_x) and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
-    rows = _rows_like(example, mix.dtype)
+    rows = _row_like(example, mix.dtype)
     x, y = rows if keeps_x else None, None
-    if mix.norm_weight is not None:
+    if norm_weight is not None:
         y = torch.empty_like(rows) if keeps_x else rows
-    state = last = low = None
-    if mix.keeps_low:
-        low = torch.empty_like(rows, dtype=torch.int16)
-    if mix.output is not None and plan.is_resident:
-        state = None if mix.residual is None else torch.empty_like(rows)
-        last = None if mix.partial is None else torch.empty_like(rows)
-    elif mix.output is not None:
+    low = torch.empty_like(rows, dtype=torch.int16) if mix.keeps_low else None
+    state = last = None
+    if output is not None and plan.is_resident:
+        state = None if residual is None else torch.empty_like(rows)
+        last = None if partial is None else torch.empty_like(rows)
+    elif output is not None:
         mix, last = mix.pushed()
-        state, last = (None if t is None else t.contiguous() for t in (mix.residual, last))
-    stats = mix.query.new_empty(*example.shape[:-1], plan.stats_width)
+        sources, residual = mix.sources, mix.residual
+        state, last = (None if t is None else t.contiguous() for t in (residual, last))
+    stats = query.new_empty(*example.shape[:-1], plan.stats_width)
+    results = stats, [t for t in (x, y, state, last, low) if t is not None]
     tokens = rows.numel() // width
-    if tokens:
-        _launch_forward(plan, mix, tokens, x, y, state, last, low, stats)
-    return stats, [t for t in (x, y, state, last, low) if t is not None]
-
-
-def _launch_forward(plan: Plan, mix: Mix, tokens: int, *written: Any) -> None:
-    x, y, state, last, low, stats = written
-    (sources,), tensors = _aligned([mix.sources], mix.tensors)
-    query, residual, prior, prior_lse, norm_weight, output, partial = tensors
-    programs = layout.num_programs(plan.launch, tokens, stats.device)
-    given, numbers = (residual, prior, prior_lse, norm_weight), (mix.eps, mix.scale, mix.norm_eps)
+    if not tokens:
+        return results
+    programs = layout.num_programs(plan.launch, tokens, rows.device)
     if plan.is_resident:
+        least_gain = _record.LEAST_GAIN if mix.keeps_y else 0.0
         plan.run(
             programs,
             (sources,),
-            (query, output, partial, *given, x, y, state, last, stats),
-            (tokens, *numbers, _record.LEAST_GAIN if mix.keeps_y else 0.0),
+            (
+                *(query, output, partial, residual, prior, prior_lse, norm_weight),
+                *(x, y, state, last, stats),
+            ),
+            (tokens, mix.eps, mix.scale, mix.norm_eps, least_gain),
         )
-    else:
-        (table,) = layout.pack([sources], query)  # does not keep what it points to
-        plan.run(
-            programs,
-            (),
-            (table, query, *given, x, low, y, stats),
-            (tokens, len(sources), plan.stats_width, *numbers),
-        )
+        return results
+    sources = list(map(aligned, sources))  # a table does not keep what it points to
+    (table,) = layout.pack([sources], query)
+    plan.run(
+        programs,
+        (),
+        (table, query, residual, prior, prior_lse, norm_weight, x, low, y, stats),
+        (tokens, len(sources), plan.stats_width, mix.eps, mix.scale, mix.norm_eps),
+    )
+    return results
 
 
 @cache
-def backward_plan(
-    fits: bool, forced: layout.Changes, width: int, stats_width: int, back: MixBackward
-) -> Plan:
+def backward_plan(forced: layout.Changes, width: int, stats_width: int, back: MixBackward) -> Plan:
     """``back`` by its dtypes."""
     sources: Any = back.sources
     rows: list[Any] = [*sources, *back.carried, *back.grads_y]
@@ -169,6 +164,7 @@ def backward_plan(
     rows = [dtype for dtype in rows if dtype is not None]
     count, heads, first, state = len(sources), back.heads, rows[0], back.state_dtype
     has_carried, has_norm = len(back.carried) > 0, back.norm_weight is not None
+    fits = count > 0 and _record.fits(count, width, sources[0].itemsize)
     constants: dict[str, Any] = {"DTYPE": layout.DTYPES[sources[0] if sources else back.query]}
     if fits and {*rows, first if state is None else state} == {first}:
         kernel, num_rows = resident_backward_kernel, len(rows) + (has_norm and back.x is not None)
@@ -188,24 +184,24 @@ def backward_plan(
 
 
 def mix_backward(back: MixBackward) -> MixGradients:
-    stats_width, width, count = back.stats.shape[-1], back.query.shape[0], len(back.sources)
-    fits = count > 0 and _record.fits(count, width, back.sources[0].element_size())
-    changes = layout.forced_changes("mix")
-    plan = backward_plan(fits, changes, width, stats_width, back.dtypes())
+    grad, grads_y, grad_state, grad_last, carried, sources, query, *rest = back
+    prior, prior_lse, norm_weight, x, low, stats, *_ = rest
+    stats_width, width, count = stats.shape[-1], query.shape[0], len(sources)
+    plan = backward_plan(layout.forced_changes("mix"), width, stats_width, back.dtypes())
     if (back.mixes_again or back.from_y) and not plan.is_resident:
         raise DepthrouteError("backward can only do without x where its sources are held; keep it")
-    lists, tensors = _aligned((back.sources, back.carried, back.grads_y), back.tensors)
-    sources, carried, grads_y = lists
-    grad, grad_state, grad_last, query, prior, prior_lse, norm_weight, x, low, stats = tensors
-    dsources = list(map(torch.empty_like, sources))
+    dsources, others = _rows_like(sources), []
     dprior = dprior_lse = dstate = doutput = None
     if prior is not None:
-        dprior, dprior_lse = torch.empty_like(prior), torch.empty_like(prior_lse)
+        dprior, dprior_lse = _rows_like((prior, prior_lse))
+        others += dprior, dprior_lse
     if back.state_dtype is not None:
         like = sources[0] if sources else query.expand(*stats.shape[:-1], width)
-        dstate = _rows_like(like, back.state_dtype)
-        doutput = torch.empty_like(dstate) if back.writes_output else None
-    others = [t for t in (dprior, dprior_lse, dstate, doutput) if t is not None]
+        dstate = _row_like(like, back.state_dtype)
+        others.append(dstate)
+    if back.writes_output:
+        doutput = torch.empty_like(dstate)
+        others.append(doutput)
     tokens, num_weights = stats.numel() // stats_width, 1 if norm_weight is None else 2
     if tokens == 0:
         return dsources, query.new_zeros(num_weights, width), others
@@ -223,7 +219,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
         )
         return dsources, sum_rows(partial), others
     grad_y = sum(grads_y[1:], start=grads_y[0]) if grads_y else None
-    tables = layout.pack([sources, dsources, carried][: 2 + bool(carried)], stats)
+    lists = [list(map(aligned, sources)), dsources, list(map(aligned, carried))]
+    tables = layout.pack(lists[: 2 + bool(carried)], stats)  # which do not keep them
     plan.run(
         programs,
         (),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -36,7 +35,8 @@ def _sum_rows(columns: int) -> Prepared:
 def sum_rows(rows: Tensor) -> Tensor:
     """The sum over the first axis of a contiguous fp32 tensor; a program takes a few columns, so
     that many share a sum that is long and narrow."""
-    total = torch.empty_like(rows[0])
+    count, *shape = rows.shape
+    total = rows.new_empty(*shape)  # at a third of the time that one shape takes
     columns = total.numel()
-    _sum_rows(columns)(triton.cdiv(columns, COLUMNS), (), (rows, total), (rows.shape[0],))
+    _sum_rows(columns)(-(-columns // COLUMNS), (), (rows, total), (count,))
     return total

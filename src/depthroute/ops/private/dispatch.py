@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from importlib import import_module
 from typing import Any, get_type_hints
 
@@ -22,8 +22,16 @@ from depthroute.ops.backends import RUNS
 from depthroute.ops.private.transforms import no_derivative
 
 _library = torch.library.Library("depthroute", "FRAGMENT")
-IS_KNOWN = hasattr(torch.library, "get_kernel") and hasattr(torch._C, "DispatchKeySet")
+_num_modes: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_is_profiled: Any = getattr(torch.autograd, "_profiler_enabled", None)
+IS_KNOWN = (
+    hasattr(torch.library, "get_kernel")
+    and hasattr(torch._C, "DispatchKeySet")
+    and None not in (_num_modes, _is_profiled)
+)
 """Whether this torch, as 2.11 to 2.15 do, lets a call be looked at before it is dispatched."""
+PLAIN = {torch.Tensor, torch.nn.Parameter, torch.dtype, list, tuple, int, float, bool, type(None)}
+"""What a record may hold so that nothing has to be dispatched: no tensor that is less than real."""
 
 
 OPAQUE: dict[Any, Op] = {}
@@ -41,6 +49,9 @@ class Op:
         self, name: str, record: Any, results: Any, fake: Callable[..., Any], function: Any
     ) -> None:
         self.record, self.function = record, function
+        hints = [*get_type_hints(record).values()]
+        self._lists = [place for place, hint in enumerate(hints) if hint == list[torch.Tensor]]
+        self._tensor = hints.index(torch.Tensor)
         backend = "triton" if "_triton" in name else "torch"
         self.counted = name.replace("_triton", ""), backend
         self.is_opaque = backend == "triton"
@@ -56,20 +67,28 @@ class Op:
             self._shorten(name, device, run)
 
     def __call__(self, record: Any) -> Any:
-        """Without the dispatcher where its own operations are torch's: that is what costs most on a
-        CPU, and only a compiler needs it."""
-        if self.is_opaque or torch.compiler.is_compiling():
+        """Without the dispatcher, which costs as much as all the rest, where nobody needs it: a
+        compiler does, and of a launch whoever sees or replaces tensors."""
+        if torch.compiler.is_compiling() or (self.is_opaque and not self._is_plain(record)):
             return self.dispatched(*record)
         RUNS[self.counted] += 1
         return self.function(record)
 
+    def _is_plain(self, record: Any) -> bool:
+        if not IS_KNOWN or _num_modes() or _is_profiled():
+            return False
+        kinds = {*map(type, record)}
+        for place in self._lists:
+            kinds.update(map(type, record[place]))
+        return kinds <= PLAIN and not record[self._tensor].is_meta
+
     def _runner(self) -> Callable[..., Any]:
         """What the dispatcher calls. Everything in it is paid some hundred times a step."""
-        function, record, counted = self.function, self.record._make, self.counted
+        function, counted, made = self.function, self.counted, partial(tuple.__new__, self.record)
 
         def run(*arguments: Any) -> Any:
             RUNS[counted] += 1
-            return function(record(arguments))
+            return function(made(arguments))
 
         def run_in_order(*arguments: Any) -> Any:
             """As its fake says; eagerly the order of the inputs is kept, which saves copies."""
@@ -107,12 +126,13 @@ def _schema(record: Any, results: Any) -> str:
 def from_triton(module: str, function: str) -> Callable[[Any], Any]:
     """A function of :mod:`depthroute.ops._triton`, imported when it is first called."""
 
-    @cache
-    def load() -> Callable[[Any], Any]:
-        return getattr(import_module(f"depthroute.ops._triton.{module}"), function)
+    found: Any = None
 
     def run(record: Any) -> Any:
-        return load()(record)
+        nonlocal found
+        if found is None:
+            found = getattr(import_module(f"depthroute.ops._triton.{module}"), function)
+        return found(record)
 
     return run
 

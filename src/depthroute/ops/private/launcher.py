@@ -60,9 +60,10 @@ def kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if n == 1 else 16 if n % 16 == 0 else 0 for n in numbers)
 
 
-def are_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether all are contiguous and start at a multiple of 16 bytes."""
-    return all(map(_is_contiguous, tensors)) and not reduce(or_, map(_address, tensors)) & 15
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and 16-byte aligned, copied only if it is not."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _is_watched() -> bool:
@@ -154,12 +155,19 @@ def compile_ahead(
 
 
 class Prepared:
-    """``kernel`` with its constants, for arguments of types that never change."""
+    """``kernel`` with its constants, for arguments of types that never change.
 
-    __slots__ = ("_ahead", "_compiled", "_constants", "_kernel", "_tail")
+    ``reads_in_order``: it takes all tensors to be contiguous, so that those which are not, or are
+    not aligned, are copied first. None that it writes to may be such.
+    """
 
-    def __init__(self, kernel: Any, num_warps: int, **constants: Any) -> None:
+    __slots__ = ("_ahead", "_compiled", "_constants", "_kernel", "_reads_in_order", "_tail")
+
+    def __init__(
+        self, kernel: Any, num_warps: int, reads_in_order: bool = False, **constants: Any
+    ) -> None:
         self._kernel, self._constants = kernel, {**constants, "num_warps": num_warps, **FUSED}
+        self._reads_in_order = reads_in_order
         self._compiled: dict[int, Any] = {}
         self._ahead: Future[float] | None = None
         self._tail: tuple[Any, ...] = ()
@@ -184,10 +192,16 @@ class Prepared:
                 self(programs, lists, tensors, numbers)
             return
         addresses = list(map(_address, given))
+        is_aligned = not reduce(or_, addresses) & 15
+        if self._reads_in_order and not (is_aligned and all(map(_is_contiguous, given))):
+            lists = [None if t is None else list(map(aligned, t)) for t in lists]
+            tensors = [None if t is None else aligned(t) for t in tensors]
+            self(programs, lists, tensors, numbers)
+            return
         is_usual = (
             IS_KNOWN
+            and is_aligned
             and not devices
-            and not reduce(or_, addresses) & 15
             and max(numbers, default=0) <= MAX_INT32
             and not _is_watched()
         )
@@ -203,12 +217,14 @@ class Prepared:
             if is_usual and made is not None:  # the interpreter makes nothing
                 self._compiled[index] = made
             return
-        active, address = driver.active, iter(addresses)
+        active: Any = driver.active
+        stream = active.get_current_stream(index if index >= 0 else active.get_current_device())
+        address = iter(addresses)
         compiled.run(
             programs,
             1,
             1,
-            active.get_current_stream(active.get_current_device()),  # pyright: ignore
+            stream,
             compiled.function,
             compiled.packed_metadata,
             None,  # for hooks, of which there are none
