@@ -32,7 +32,7 @@ from depthroute.ops.private import ahead, launcher
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
 from tests.families import family_config
-from tests.kernels.hopper import HopperDriver
+from tests.kernels.hopper import HopperDriver, forget_compiled
 
 pytestmark = pytest.mark.skipif(
     not launcher.IS_KNOWN, reason="with this Triton nothing is compiled ahead"
@@ -72,19 +72,15 @@ def kernels(monkeypatch):
     monkeypatch.setattr(driver, "_active", HopperDriver())
     monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)  # lets CPU tensors through
     monkeypatch.setenv(ahead.VARIABLE, "2")
-    _forget(made)
+    _forget()
     yield made, launched
-    _forget(made)
+    _forget()
 
 
-def _forget(made):
+def _forget():
     for plan in PLANS:
         plan.cache_clear()
-    for kernel, _ in made:
-        for module in list(sys.modules.values()):
-            found = getattr(module, kernel.__name__, None)
-            if isinstance(found, JITFunction):
-                found.device_caches.clear()
+    forget_compiled()
 
 
 def trainer(method, family="qwen3", **settings):

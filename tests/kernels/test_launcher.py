@@ -26,7 +26,7 @@ from depthroute import ops
 from depthroute.bench import accuracy
 from depthroute.ops._triton import attention_launch, layout, mix_launch
 from depthroute.ops.private import launcher
-from tests.kernels.hopper import HopperDriver
+from tests.kernels.hopper import HopperDriver, forget_compiled
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 ns = torch.ops.depthroute
@@ -65,6 +65,7 @@ def forget() -> None:
     layout._fill_table.cache_clear()
     for plan in (mix_launch.forward_plan, mix_launch.backward_plan, attention_launch.plan):
         plan.cache_clear()
+    forget_compiled()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from depthroute.errors import DepthrouteError
 from depthroute.ops import reference
 from depthroute.ops._torch import is_autocast
 from depthroute.ops.backends import choose, ran_by_definition
-from depthroute.ops.private.dispatch import Op, from_triton
+from depthroute.ops.private.dispatch import FromTriton, Op
 from depthroute.ops.private.transforms import no_derivative, refuse_batched
 
 CHUNK_LOGITS = 2**29
@@ -79,7 +79,7 @@ FORWARD = {
         HeadLoss,
         HeadLossResults,
         _fake,
-        from_triton("cross_entropy", "head_loss"),
+        FromTriton("cross_entropy", "head_loss"),
     ),
 }
 

@@ -25,7 +25,7 @@ from depthroute.ops._record import (
     AttentionResults,
 )
 from depthroute.ops.backends import choose, ran_by_definition
-from depthroute.ops.private.dispatch import Op, applied, from_triton
+from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import refuse_batched
 
 _forward = AttentionMix, AttentionResults
@@ -36,7 +36,7 @@ FORWARD = {
         "depth_attention_mix_triton",
         *_forward,
         _record.fake_attention_triton,
-        from_triton("attention_launch", "attention_forward"),
+        FromTriton("attention_launch", "attention_forward"),
     ),
 }
 BACKWARD = {
@@ -50,7 +50,7 @@ BACKWARD = {
         "depth_attention_mix_triton_backward",
         *_backward,
         _record.fake_attention_triton_backward,
-        from_triton("attention_launch", "attention_backward"),
+        FromTriton("attention_launch", "attention_backward"),
     ),
 }
 

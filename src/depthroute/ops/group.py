@@ -13,19 +13,19 @@ from depthroute.ops._checks import check_gains, check_mix
 from depthroute.ops._record import Group, GroupBackward, GroupGradients, GroupResults
 from depthroute.ops.backends import choose, ran_by_definition
 from depthroute.ops.mix import folded, gathered, widest_dtype
-from depthroute.ops.private.dispatch import Op, applied, from_triton
+from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import refuse_batched
 
 _forward = Group, GroupResults, _record.fake_group
 _backward = GroupBackward, GroupGradients, _record.fake_group_backward
 FORWARD = {
     "torch": Op("depth_mix_group", *_forward, _torch.group_forward),
-    "triton": Op("depth_mix_group_triton", *_forward, from_triton("group_launch", "group_forward")),
+    "triton": Op("depth_mix_group_triton", *_forward, FromTriton("group_launch", "group_forward")),
 }
 BACKWARD = {
     "torch": Op("depth_mix_group_backward", *_backward, _torch.group_backward),
     "triton": Op(
-        "depth_mix_group_triton_backward", *_backward, from_triton("group_launch", "group_backward")
+        "depth_mix_group_triton_backward", *_backward, FromTriton("group_launch", "group_backward")
     ),
 }
 

@@ -33,7 +33,7 @@ from depthroute.ops import _record, _torch, reference
 from depthroute.ops._checks import check_boundary, check_mix, weight_offset
 from depthroute.ops._record import NUM_TENSORS, Mix, MixBackward, Mixed, MixGradients, MixResults
 from depthroute.ops.backends import RUNS, choose, ran_by_definition
-from depthroute.ops.private.dispatch import Op, applied, from_triton
+from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import refuse_batched
 
 _forward = Mix, MixResults
@@ -44,14 +44,12 @@ FORWARD = {
         "depth_mix_triton",
         *_forward,
         _record.fake_mix_triton,
-        from_triton("mix_launch", "mix_forward"),
+        FromTriton("mix_launch", "mix_forward"),
     ),
 }
 BACKWARD = {
     "torch": Op("depth_mix_backward", *_backward, _torch.mix_backward),
-    "triton": Op(
-        "depth_mix_triton_backward", *_backward, from_triton("mix_launch", "mix_backward")
-    ),
+    "triton": Op("depth_mix_triton_backward", *_backward, FromTriton("mix_launch", "mix_backward")),
 }
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch.utils import _pytree as pytree
@@ -48,7 +48,7 @@ class Op:
     def __init__(
         self, name: str, record: Any, results: Any, fake: Callable[..., Any], function: Any
     ) -> None:
-        self.record, self.function = record, function
+        self.record, self._function = record, function
         hints = [*get_type_hints(record).values()]
         self._lists = [place for place, hint in enumerate(hints) if hint == list[torch.Tensor]]
         self._tensor = hints.index(torch.Tensor)
@@ -65,6 +65,12 @@ class Op:
             OPAQUE[self.dispatched] = self
         for device in ("CPU", "CUDA") if IS_KNOWN else ():
             self._shorten(name, device, run)
+
+    @cached_property
+    def function(self) -> Callable[[Any], Any]:
+        """What runs, on a record."""
+        given = self._function
+        return given.load() if isinstance(given, FromTriton) else given
 
     def __call__(self, record: Any) -> Any:
         """Without the dispatcher, which costs as much as all the rest, where nobody needs it: a
@@ -84,11 +90,11 @@ class Op:
 
     def _runner(self) -> Callable[..., Any]:
         """What the dispatcher calls. Everything in it is paid some hundred times a step."""
-        function, counted, made = self.function, self.counted, partial(tuple.__new__, self.record)
+        counted, made = self.counted, partial(tuple.__new__, self.record)
 
         def run(*arguments: Any) -> Any:
             RUNS[counted] += 1
-            return function(made(arguments))
+            return self.function(made(arguments))
 
         def run_in_order(*arguments: Any) -> Any:
             """As its fake says; eagerly the order of the inputs is kept, which saves copies."""
@@ -123,18 +129,14 @@ def _schema(record: Any, results: Any) -> str:
     return torch.library.infer_schema(declared, mutates_args=())
 
 
-def from_triton(module: str, function: str) -> Callable[[Any], Any]:
-    """A function of :mod:`depthroute.ops._triton`, imported when it is first called."""
+class FromTriton(NamedTuple):
+    """A function of :mod:`depthroute.ops._triton`, to be imported when it is first called."""
 
-    found: Any = None
+    module: str
+    function: str
 
-    def run(record: Any) -> Any:
-        nonlocal found
-        if found is None:
-            found = getattr(import_module(f"depthroute.ops._triton.{module}"), function)
-        return found(record)
-
-    return run
+    def load(self) -> Callable[[Any], Any]:
+        return getattr(import_module(f"depthroute.ops._triton.{self.module}"), self.function)
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, reduce
-from itertools import islice
 from operator import or_
 from typing import Any
 
@@ -219,7 +218,13 @@ class Prepared:
             return
         active: Any = driver.active
         stream = active.get_current_stream(index if index >= 0 else active.get_current_device())
-        address = iter(addresses)
+        of_lists: list[tuple[int, ...] | None] = []
+        first = 0
+        for listed in lists:
+            end = first if listed is None else first + len(listed)
+            of_lists.append(None if listed is None else tuple(addresses[first:end]))
+            first = end
+        address = iter(addresses[first:])
         compiled.run(
             programs,
             1,
@@ -230,7 +235,7 @@ class Prepared:
             None,  # for hooks, of which there are none
             None,
             None,
-            *[None if t is None else tuple(islice(address, len(t))) for t in lists],
+            *of_lists,
             *[None if t is None else next(address) for t in tensors],
             *numbers,
             *self._tail,
