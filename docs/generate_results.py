@@ -137,6 +137,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "eval-perplexity": models.judged_perplexity,
     "eval-routed": models.judged_routed,
     "served": models.served,
+    "evidence": evidence.in_short,
     "claims": evidence.claims,
     "grids": evidence.grids,
     "measured": measured,

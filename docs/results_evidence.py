@@ -265,6 +265,32 @@ def claims() -> str:
     return table(head.split("|"), rows)
 
 
+def in_short() -> str:
+    """Of every grid from scratch, which methods are another than standard, and which may be."""
+    parts = []
+    for field in (field for grid in plan()["grid"] for field in fields(grid)):
+        if BASELINE not in field.series or _is_finetuned(field):
+            continue
+        found = {"better": [], "worse": [], "open": []}
+        for method in field.series:
+            result = None if method == BASELINE else difference(field, method, BASELINE)
+            if result is None or len(result["by_seed"]) < LEAST_SEEDS or not result["interval"]:
+                continue
+            low, high = result["interval"]
+            kind = "better" if high < 0 else "worse" if low > 0 else "open"
+            found[kind].append((result["mean"], f"{method} ({result['mean']:+.3f})"))
+        said = {
+            kind: ", ".join(words for _, words in sorted(methods))
+            for kind, methods in found.items()
+        }
+        text = f"**At {field.words}**, each method at its own best learning rate, in nats against "
+        text += f"standard: better by 95% intervals are {said['better'] or 'none'}; "
+        text += f"worse {said['worse']}; " if said["worse"] else ""
+        text += f"not told apart from it are {said['open'] or 'none'}."
+        parts.append(_wrapped(text))
+    return "\n".join(parts)
+
+
 def _link(grid: str) -> str:
     return f"[grid {grid}](#grid-{grid})"
 

@@ -146,6 +146,27 @@ def test_the_numbers_of_the_page_are_those_of_the_run(results, tmp_path):
     assert "3 seeds" in evidence.grids() and "[grid a](#grid-a)" in evidence.claims()
 
 
+def test_the_summary_tells_apart_what_the_intervals_do(results, tmp_path):
+    assert evidence.in_short() == ""
+    put(results, "a", write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2)))
+    data = results_data.load("evidence_a")
+
+    def said(**losses):
+        for series in data["series"]:
+            values = losses[series["method"].replace("-", "_")]
+            found = over_seeds(dict(enumerate(values)))
+            series["row"]["validation_loss"] = json.loads(json.dumps(found))
+        return " ".join(evidence.in_short().split())
+
+    text = said(standard=(3.0, 3.1, 3.2), delta=(2.9, 3.01, 3.1), attnres_full=(2.5, 3.2, 3.0))
+    assert "better by 95% intervals are delta (-0.097); not told apart" in text
+    assert "from it are attnres-full (-0.200)." in text and "worse" not in text
+    text = said(standard=(3.0, 3.1, 3.2), delta=(3.1, 3.21, 3.3), attnres_full=(3.0, 3.11, 3.2))
+    assert "are none; worse delta (+0.103); not told apart" in text
+    text = said(standard=(3.0, 3.1), delta=(2.9, 3.01), attnres_full=(2.5, 3.2))
+    assert "delta" not in text, "two seeds say nothing"
+
+
 def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
     put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
     rows = [row for row in evidence.claims().splitlines() if "delta less standard" in row]
