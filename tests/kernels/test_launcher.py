@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from bench import kernels
 from depthroute import ops
 from depthroute.bench import accuracy
-from depthroute.ops._triton import attention_launch, layout, mix_launch
+from depthroute.ops._triton import attention_launch, dot_launch, layout, mix_launch
 from depthroute.ops.private import launcher
 from tests.kernels.hopper import HopperDriver, forget_compiled
 
@@ -402,7 +402,7 @@ def launched(monkeypatch):
         return run(self, *args, grid=grid, warmup=warmup, **constants)
 
     monkeypatch.setattr(JITFunction, "run", noted)
-    monkeypatch.setattr(layout, "_num_multiprocessors", lambda device: 1)
+    monkeypatch.setattr(layout, "num_multiprocessors", lambda device: 1)
     monkeypatch.setattr(accuracy, "check", lambda mix, given: accuracy.Verdict(1.0, 0.0, "x"))
     monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)
     return seen
@@ -475,7 +475,7 @@ def test_what_is_forced_ends_with_the_block_and_concerns_one_kernel(launched):
         softmax.launch()
         assert launched[-1]["num_warps"] == 8
         outputs.launch()
-        assert launched[-1]["num_warps"] == layout.outputs_launch(3, 96).warps == 4
+        assert launched[-1]["num_warps"] == dot_launch.outputs_launch(3, 96).warps == 4
     softmax.launch()
     assert launched[-1]["num_warps"] == 1
     with layout.forced("mix", width=8), pytest.raises(TypeError, match="width"):
@@ -483,20 +483,22 @@ def test_what_is_forced_ends_with_the_block_and_concerns_one_kernel(launched):
 
 
 def test_the_settings_in_use_are_those_that_were_measured():
-    dot = layout.DotLaunch
-    assert layout.logits_launch(1024) == dot(8, 3, 64, tokens=256)
-    assert layout.logits_launch(24) == dot(8, 3, 32, tokens=256)
+    dot = dot_launch.DotLaunch
+    assert dot_launch.logits_launch(1024) == dot(8, 3, 64, tokens=256)
+    assert dot_launch.logits_launch(24) == dot(8, 3, 32, tokens=256)
     for count, softmax, outputs, products, weights, sources in [
         (11, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
         (30, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
         (50, 1, (4, 3, 128), (4, 3, 128), 2, (4, 2, 128)),
         (130, 4, (8, 2, 32), (4, 3, 128), 8, (4, 2, 128)),
     ]:
-        assert layout.softmax_launch(count, 10) == dot(softmax)
-        assert layout.outputs_launch(count, 1024) == dot(*outputs, programs=32)
-        assert layout.products_launch(count, 1024) == dot(*products, sources=64)
-        assert layout.weights_launch(count, 10) == dot(weights)
-        assert layout.sources_launch(count, 1024) == dot(*sources, programs=4, sources=64)
-    assert layout.chunks(130, 64) == [(0, 43), (43, 86), (86, 130)]
+        assert dot_launch.softmax_launch(count, 10) == dot(softmax)
+        assert dot_launch.outputs_launch(count, 1024) == dot(*outputs, programs=32)
+        assert dot_launch.products_launch(count, 1024) == dot(*products, sources=64)
+        assert dot_launch.weights_launch(count, 10) == dot(weights)
+        assert dot_launch.sources_launch(count, 1024) == dot(*sources, programs=4, sources=64)
+    assert dot_launch.chunks(130, 64) == [(0, 43), (43, 86), (86, 130)]
     for width, rows in ((64, 16), (128, 8), (2048, 1)):
-        assert layout.attention_launch(width, 64) == layout.AttentionLaunch(rows, 4)
+        assert attention_launch.attention_launch(width, 64) == attention_launch.AttentionLaunch(
+            rows, 4
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,18 @@ from depthroute.ops._record import (
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
 from depthroute.ops.private.launcher import Prepared, aligned, kinds
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    rows: int
+    """Of one program."""
+    warps: int
+
+
+def attention_launch(key_width: int, value_width: int) -> AttentionLaunch:
+    rows = max(1, 1024 // triton.next_power_of_2(max(key_width, value_width)))
+    return AttentionLaunch(rows, 4)
 
 
 def _strides(*tensors: Tensor | None) -> tuple[int, ...]:
@@ -88,7 +101,7 @@ def plan(
 ) -> Plan:
     """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of further tensors
     and lists, as far as they are there, ``strides`` their :func:`kinds`."""
-    launch = layout.changed(layout.attention_launch(key_width, value_width), forced)
+    launch = layout.changed(attention_launch(key_width, value_width), forced)
     run = Prepared(
         attention_backward_kernel if is_backward else attention_forward_kernel,
         launch.warps,

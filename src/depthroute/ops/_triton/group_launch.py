@@ -22,9 +22,28 @@ from depthroute.ops._triton.sums import sum_rows
 from depthroute.ops.private.launcher import FUSED, aligned, by_triton
 
 
+def group_launch(
+    block: layout.Tiles, num_sources: int, num_queries: int
+) -> tuple[layout.Launch, int]:
+    """Also the queries that one program takes; their rows share its registers."""
+    at_once = min(4, triton.next_power_of_2(num_queries))
+    while at_once > 1 and block.elements * at_once > 16384:  # 64 a thread of 8 warps
+        at_once //= 2
+    warps = min(8, layout.warps_for(block.elements * at_once, 32))
+    return layout.Launch(1, warps, layout.stages_for(3, block.elements * 4), 0), at_once
+
+
+def columns_launch(slice_width: int, all_queries: int) -> tuple[int, layout.Launch]:
+    """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
+    per_thread = max(2, min(8, 32 // all_queries))
+    columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
+    # few programs fit, since each holds every query's gradient; so each looks far ahead
+    return columns, layout.Launch(1, max(1, min(4, columns // (32 * per_thread))), 5, 16)
+
+
 def uses_dots(tensors: Sequence[Tensor], heads: int, num_sources: int, num_queries: int) -> bool:
     """Whether everything that enters a product is bf16, and the tiles fit."""
-    fits = num_sources <= layout.DOT_SOURCES and num_queries <= layout.DOT_QUERIES
+    fits = num_sources <= dot_launch.DOT_SOURCES and num_queries <= dot_launch.DOT_QUERIES
     return fits and heads == 1 and all(t.dtype == torch.bfloat16 for t in tensors)
 
 
@@ -43,7 +62,7 @@ def group_forward(group: Group) -> GroupResults:
         dot_launch.forward(sources, aligned(queries), eps, outputs, lse, rstd, logits)
         return outputs, lse, rstd, logits
     block = layout.tiles(width, heads)
-    launch, at_once = layout.group_launch(block, num_sources, num_queries)
+    launch, at_once = group_launch(block, num_sources, num_queries)
     programs = layout.num_programs(launch, tokens, queries.device)
     with layout.on_device(queries):
         (packed,) = layout.pack([sources], queries)
@@ -91,7 +110,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
     u, delta = torch.empty_like(logits), queries.new_empty(tokens, num_queries, heads)
     alpha, pull = torch.empty_like(logits), torch.empty_like(rstd)
     block = layout.tiles(width, heads)
-    launch, at_once = layout.group_launch(block, num_sources, num_queries)
+    launch, at_once = group_launch(block, num_sources, num_queries)
     shape = {"H": heads, "DH": width // heads}
     kind = {"DTYPE": layout.DTYPES[sources[0].dtype]}
     sizes = tokens, num_sources, num_queries
@@ -139,9 +158,9 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             num_warps=1,
             **FUSED,
         )
-        columns, columns_launch = layout.columns_launch(width // heads, all_queries)
+        columns, by_columns = columns_launch(width // heads, all_queries)
         column_tiles = heads * triton.cdiv(width // heads, columns)
-        programs = layout.num_programs(columns_launch, tokens, device)
+        programs = layout.num_programs(by_columns, tokens, device)
         programs = max(1, programs // column_tiles) if device.type == "cuda" else programs
         partial = queries.new_empty(programs, num_queries, width)
         by_triton(group_gradients_kernel, programs * column_tiles)(
@@ -160,10 +179,10 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             HAS_CARRIED=len(carried) > 0,
             SLICE_NORM=slice_norm,
             GB=all_queries,
-            BS=columns_launch.sources,
+            BS=by_columns.sources,
             BC=columns,
-            STAGES=columns_launch.stages,
-            num_warps=columns_launch.warps,
+            STAGES=by_columns.stages,
+            num_warps=by_columns.warps,
             **FUSED,
         )
     return dsources, sum_rows(partial)

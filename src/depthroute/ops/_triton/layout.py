@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -144,7 +143,7 @@ def retiled(block: Tiles, width: int, heads: int, changes: Changes) -> Tiles:
     return Tiles(block.heads, columns, triton.cdiv(width // heads, columns))
 
 
-def _warps(elements: int, per_thread: int) -> int:
+def warps_for(elements: int, per_thread: int) -> int:
     wanted = max(1, elements // (32 * per_thread))
     return min(16, 1 << (wanted.bit_length() - 1))
 
@@ -153,7 +152,7 @@ SHARED_BYTES = 216 * 1024
 """Of a Hopper SM's 227 KB, what rows on their way may take."""
 
 
-def _stages(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
+def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
     """Pipeline stages, each but one with ``bytes_ahead`` in the shared memory of every program."""
     return max(1, min(wanted, 1 + SHARED_BYTES // (bytes_ahead * programs)))
 
@@ -173,11 +172,11 @@ def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     A program for every token reads the query anew; where that is long beside the sources, few
     programs do better: 9 sources of 7168 take 632 us instead of 636 (tune_h200_streams.json).
     """
-    warps = _warps(block.elements, 32)
+    warps = warps_for(block.elements, 32)
     pays = num_sources > 13 or (block.elements >= 48 * 32 * warps and num_sources > 1)
     at_once = 2 if block.count > 1 and pays else 1
     wanted = 4 if num_sources <= 8 and block.elements >= 2048 else 3
-    stages = _stages(wanted, at_once * block.elements * itemsize)
+    stages = stages_for(wanted, at_once * block.elements * itemsize)
     programs = 4 if at_once > 1 and block.elements > 4096 and num_sources <= 12 else 0
     return Launch(at_once, warps, stages, programs)
 
@@ -186,11 +185,11 @@ def backward_launch(
     block: Tiles, num_sources: int, itemsize: int, from_mix: bool, carried: bool
 ) -> Launch:
     """One sweep is pipelined; with two, what counts is that the second finds its rows in L2."""
-    warps = _warps(block.elements, 32)
+    warps = warps_for(block.elements, 32)
     fits = block.count == 1 and block.columns >= 256 * warps and num_sources > 1
     at_once = 2 if fits else 1
     ahead = at_once * block.elements * itemsize * (1 + carried)
-    return Launch(at_once, warps, _stages(3, ahead) if from_mix else 1, max(2, 16 // warps))
+    return Launch(at_once, warps, stages_for(3, ahead) if from_mix else 1, max(2, 16 // warps))
 
 
 HELD_ELEMENTS = 208
@@ -224,7 +223,7 @@ def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) 
     SM, at every width, and more where rows are few. More programs than fit an SM together take
     turns, and the last turn is rarely full: 9 sources of 1024 took 150 us so, and take 103.
     """
-    warps = _warps(block.elements, 16 if rows <= 10 else 8)
+    warps = warps_for(block.elements, 16 if rows <= 10 else 8)
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
     warps = min(8, warps)  # more would have too few registers
@@ -233,7 +232,7 @@ def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) 
     programs = _enough_programs(
         max(1, 8 // warps), FORWARD_BYTES, rows * width * itemsize, registers, ahead
     )
-    return Launch(rows, warps, _stages(3, ahead, programs), programs)
+    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
 
 
 def resident_backward_launch(
@@ -245,7 +244,7 @@ def resident_backward_launch(
     sources of 1152 reach 0.91 with 4 warps and 0.67 with 8 (tune_h200_widths.json)."""
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
-    warps = min(8, _warps(block.elements, 16 if is_few or is_padded else 8))
+    warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))
     if block.count == 3 and block.elements <= WIDEST:
         warps = min(4, warps)  # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
@@ -255,138 +254,24 @@ def resident_backward_launch(
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
     registers = block.elements // 32 * 3 * rows
     programs = _enough_programs(programs, BACKWARD_BYTES, rows * width * itemsize, registers, ahead)
-    return Launch(rows, warps, _stages(3, ahead, programs), programs)
-
-
-def group_launch(block: Tiles, num_sources: int, num_queries: int) -> tuple[Launch, int]:
-    """Also the queries that one program takes; their rows share its registers."""
-    at_once = min(4, triton.next_power_of_2(num_queries))
-    while at_once > 1 and block.elements * at_once > 16384:  # 64 a thread of 8 warps
-        at_once //= 2
-    warps = min(8, _warps(block.elements * at_once, 32))
-    return Launch(1, warps, _stages(3, block.elements * 4), 0), at_once
-
-
-def columns_launch(slice_width: int, all_queries: int) -> tuple[int, Launch]:
-    """Columns of a tile on which all queries' gradients stay in registers, and the launch."""
-    per_thread = max(2, min(8, 32 // all_queries))
-    columns = min(triton.next_power_of_2(slice_width), 128 * per_thread)
-    # few programs fit, since each holds every query's gradient; so each looks far ahead
-    return columns, Launch(1, max(1, min(4, columns // (32 * per_thread))), 5, 16)
-
-
-@dataclass(frozen=True)
-class AttentionLaunch:
-    rows: int
-    """Of one program."""
-    warps: int
-
-
-def attention_launch(key_width: int, value_width: int) -> AttentionLaunch:
-    rows = max(1, 1024 // triton.next_power_of_2(max(key_width, value_width)))
-    return AttentionLaunch(rows, 4)
-
-
-@dataclass(frozen=True)
-class DotLaunch:
-    """How a phase-1 kernel on tensor cores (``group_dot``) is launched; what a kernel has no use
-    for is left as it is here."""
-
-    warps: int
-    stages: int = 1
-    columns: int = 0
-    """Of a tile (BC or BK)."""
-    programs: int = 0
-    """Per multiprocessor, those of all column tiles together."""
-    tokens: int = 1
-    """Of one program (BT)."""
-    sources: int = 0
-    """Of one launch, at most."""
-
-
-DOT_SOURCES, DOT_QUERIES = 256, 32
-"""Beyond which the weights of a token do not fit one program."""
-DOT_CHUNK = 64
-"""Sources whose gradients fit one program."""
-
-
-def padded(count: int) -> int:
-    """Rows or columns of an operand of tensor cores: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(count))
-
-
-def _dot_columns(rows: int, width: int, elements: int) -> int:
-    """Of a tile of about ``elements`` elements, so many ``rows`` at a time."""
-    return min(padded(width), max(32, min(256, elements // rows)))
-
-
-def logits_launch(width: int) -> DotLaunch:
-    tokens = 256 if not INTERPRETED else 16
-    return DotLaunch(8, 3, columns=min(64, padded(width)), tokens=tokens)
-
-
-def softmax_launch(num_sources: int, num_queries: int) -> DotLaunch:
-    return DotLaunch(max(1, padded(num_sources) * padded(num_queries) // 1024))
-
-
-def outputs_launch(num_sources: int, width: int) -> DotLaunch:
-    """Many programs, each of some tokens: they need not all fit at once to end together."""
-    rows = padded(num_sources)
-    warps, stages = (4, 3) if rows <= 64 else (8, 2)
-    return DotLaunch(warps, stages, _dot_columns(rows, width, 8192), programs=32)
-
-
-def products_launch(num_sources: int, width: int) -> DotLaunch:
-    rows = padded(largest_chunk(num_sources, DOT_CHUNK))
-    return DotLaunch(4, 3, _dot_columns(rows, width, 8192), sources=DOT_CHUNK)
-
-
-def weights_launch(num_sources: int, num_queries: int) -> DotLaunch:
-    return DotLaunch(max(1, padded(num_sources) * padded(num_queries) // 512))
-
-
-def sources_launch(num_sources: int, width: int) -> DotLaunch:
-    """A program of two warps has fewer barriers to wait at."""
-    rows = padded(largest_chunk(num_sources, DOT_CHUNK))
-    warps, stages = (2, 3) if rows <= 32 else (4, 2)
-    columns = _dot_columns(rows, width, 128 * rows)
-    return DotLaunch(warps, stages, columns, programs=4, sources=DOT_CHUNK)
-
-
-def chunks(num_sources: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of at most so many sources, as even as possible."""
-    count = triton.cdiv(num_sources, most)
-    ends = [num_sources * i // count for i in range(count + 1)]
-    return list(itertools.pairwise(ends))
-
-
-def largest_chunk(num_sources: int, most: int) -> int:
-    return max(last - first for first, last in chunks(num_sources, most))
+    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
 
 
 @cache
-def _num_multiprocessors(device: torch.device) -> int:
+def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
-    available = _num_multiprocessors(device)
+    available = num_multiprocessors(device)
     if available == 0:
         return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
     return min(tokens, launch.programs * available) if launch.programs else tokens
 
 
 _SAME_DEVICE = contextlib.nullcontext()
-
-
-def dot_programs(per_sm: int, tokens: int, column_tiles: int, device: torch.device) -> int:
-    """For each column tile, so that all of them together make ``per_sm`` programs an SM."""
-    available = _num_multiprocessors(device)
-    if available == 0:
-        return min(tokens, 3)
-    return min(tokens, max(1, per_sm * available // column_tiles))
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
