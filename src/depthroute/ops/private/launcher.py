@@ -84,6 +84,13 @@ def _present(
     return present
 
 
+def _in_order(
+    lists: Sequence[Sequence[Tensor] | None], tensors: Sequence[Tensor | None]
+) -> tuple[list[list[Tensor] | None], list[Tensor | None]]:
+    copied = [None if t is None else list(map(aligned, t)) for t in lists]
+    return copied, [None if t is None else aligned(t) for t in tensors]
+
+
 _launched: dict[int, Any] = {}
 """Compiled kernels, each by its id: those that were counted."""
 
@@ -193,9 +200,7 @@ class Prepared:
         addresses = list(map(_address, given))
         is_aligned = not reduce(or_, addresses) & 15
         if self._reads_in_order and not (is_aligned and all(map(_is_contiguous, given))):
-            lists = [None if t is None else list(map(aligned, t)) for t in lists]
-            tensors = [None if t is None else aligned(t) for t in tensors]
-            self(programs, lists, tensors, numbers)
+            self(programs, *_in_order(lists, tensors), numbers)
             return
         is_usual = (
             IS_KNOWN
@@ -206,13 +211,7 @@ class Prepared:
         )
         compiled = self._compiled.get(index) if is_usual else None
         if compiled is None:
-            lists = [None if t is None else tuple(t) for t in lists]
-            arguments = *lists, *tensors, *numbers
-            if given[0].is_meta:
-                if not self._compiled:
-                    self._ahead = compile_ahead(self._kernel, arguments, self._constants)
-                return
-            made = _counted(self._kernel, programs, arguments, self._constants, self._ahead)
+            made = self._by_triton(programs, lists, tensors, numbers)
             if is_usual and made is not None:  # the interpreter makes nothing
                 self._compiled[index] = made
             return
@@ -240,3 +239,19 @@ class Prepared:
             *numbers,
             *self._tail,
         )
+
+    def _by_triton(
+        self,
+        programs: int,
+        lists: Sequence[Sequence[Tensor] | None],
+        tensors: Sequence[Tensor | None],
+        numbers: Sequence[float],
+    ) -> Any:
+        """The compiled kernel, launched; of meta tensors None, and a thread that compiles it."""
+        tuples = [None if t is None else tuple(t) for t in lists]
+        arguments = *tuples, *tensors, *numbers
+        if not _present(lists, tensors)[0].is_meta:
+            return _counted(self._kernel, programs, arguments, self._constants, self._ahead)
+        if not self._compiled:
+            self._ahead = compile_ahead(self._kernel, arguments, self._constants)
+        return None
