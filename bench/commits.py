@@ -101,7 +101,9 @@ def run(
     with working(ROOT) as mine, working(other) as theirs:
         for sources, tokens, width in shapes:
             task = {"do": "operator", "sources": sources, "tokens": tokens, "width": width}
-            pairs = rounds([mine, theirs], task, {"do": "times"})
+            for tree in (mine, theirs):
+                tree.does(**task)
+            pairs = rounds([mine, theirs], {"do": "times"})
             for name in ("forward", "both"):
                 each = [(a[name], b[name]) for a, b in pairs]
                 row = {"what": f"{sources} x {width}, {name}", "unit": "ms", **summary(each)}
@@ -112,18 +114,14 @@ def run(
                 tree.ask(**task)
             for tree in (mine, theirs):
                 tree.answer()
-            pairs = rounds(
-                [mine, theirs], {"do": "steps", "count": 1}, {"do": "steps", "count": STEPS}
-            )
+            pairs = rounds([mine, theirs], {"do": "steps", "count": STEPS})
             each = [pair for a, b in pairs for pair in zip(a, b, strict=True)]
             what = f"step of {settings['preset']}, {method}"
             finish(record, {"what": what, "unit": "ms", **summary(each)})
 
 
-def rounds(trees: list[Tree], ready: dict[str, Any], timed: dict[str, Any]) -> list[Any]:
-    """What both say in each round, this tree's first."""
-    for tree in trees:
-        tree.does(**ready)
+def rounds(trees: list[Tree], timed: dict[str, Any]) -> list[Any]:
+    """What both, ready as they are, say in each round, this tree's first."""
     pairs = []
     for turn in range(ROUNDS):
         order = trees if turn % 2 else trees[::-1]

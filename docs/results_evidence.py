@@ -283,7 +283,9 @@ def in_short() -> str:
             kind: ", ".join(words for _, words in sorted(methods))
             for kind, methods in found.items()
         }
-        text = f"**At {field.words}**, each method at its own best learning rate, in nats against "
+        tuned = ", each method at its own best learning rate" if _swept(field) else ""
+        page = f"[grid {field.grid}](docs/evidence.md#grid-{field.grid})"
+        text = f"**At {field.words}**{tuned} ({page}), in nats against "
         text += f"standard: better by 95% intervals are {said['better'] or 'none'}; "
         text += f"worse {said['worse']}; " if said["worse"] else ""
         text += f"not told apart from it are {said['open'] or 'none'}."
