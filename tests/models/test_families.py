@@ -254,6 +254,21 @@ def test_adding_a_family_is_one_entry(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_a_static_cache_is_the_plain_models(family):
+    """Of prompts of two lengths, past the sliding window where a family has one."""
+    plain, ids = family_model(family), tokens(length=9)
+    padding = torch.ones_like(ids)
+    padding[0, :3] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options |= {"attention_mask": padding, "output_logits": True, "return_dict_in_generate": True}
+    options |= {"cache_implementation": "static"}
+    expected = torch.stack(plain.generate(ids, **options).logits)
+    routed = dr.convert(plain, ROUTINGS["delta block"])
+    found = torch.stack(routed.generate(ids, **options).logits)
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_traces_fullgraph(family):
     """Graph capture alone; tests/models/test_training.py sends graphs through the compiler."""
     routed, ids = dr.convert(shallow_model(family), ROUTINGS["delta block"]), tokens()

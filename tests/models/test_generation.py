@@ -168,6 +168,31 @@ def test_generate_compiles_one_graph_and_calls_it_once_a_token(name):
     assert len(graphs) == 1 and len(calls) == 2 * 4, "the prompt gives the first token"
 
 
+def test_a_graph_makes_its_own_mask_of_padding_that_never_changes_its_shape():
+    """A prompt of two lengths; what transformers would make in advance is not made at all."""
+    model, ids = routed_model(EVERY["delta block"], "qwen3", layers=3), tokens(length=9)
+    padding = torch.ones_like(ids)
+    padding[0, :4] = 0
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options |= {"attention_mask": padding, "output_logits": True, "return_dict_in_generate": True}
+    expected = model.generate(ids, **options)
+    masks, forward = [], model.forward
+    model.forward = lambda *args, **kwargs: (
+        masks.append(kwargs["attention_mask"]) or forward(*args, **kwargs)
+    )
+    model.generate(ids, cache_implementation="static", **options)
+    del model.forward
+    assert {mask.shape for mask in masks[1:]} == {(2, 9 + 5)}
+    assert torch.equal(masks[-1][:, :9], padding)
+    torch._dynamo.reset()
+    compiler = CompileConfig(fullgraph=True, dynamic=False, backend="eager", mode="default")
+    compiler._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": compiler}
+    found = model.generate(ids, **static, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert is_close(torch.stack(found.logits), torch.stack(expected.logits))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_depth_attention_keeps_the_vanilla_cache(family, kv_heads):

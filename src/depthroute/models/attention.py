@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from transformers.cache_utils import StaticLayer
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
@@ -80,6 +81,21 @@ def causal_mask(**given: Any) -> Tensor | BlockMask | None:
     if is_whole and is_known and torch.device(given["device"]).type in BLOCK_MASKS:
         return _block_mask(given)
     return sdpa_mask(**given)
+
+
+def has_room_for_all(cache: Any) -> bool:
+    """Whether every layer of a static cache keeps every token, so that one mask serves all."""
+    return all(type(layer) is StaticLayer for layer in cache.layers)
+
+
+def whole_padding(mask: Tensor | None, cache: Any) -> Tensor | None:
+    """Padding [B, tokens so far] as far as the cache has room, so that it never changes its shape:
+    ``forward`` makes of it what attention needs, in its graph where it is compiled. In advance, as
+    transformers does, that is a dozen small operations for every token. What is to come is
+    hidden by its position."""
+    if mask is None:
+        return None
+    return nn.functional.pad(mask, (0, cache.layers[0].max_cache_len - mask.shape[1]))
 
 
 def causal_attention_forward(

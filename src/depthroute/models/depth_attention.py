@@ -90,6 +90,7 @@ class DepthContext(NamedTuple):
     cache: DeferredCache
     implementation: str
     architecture: Architecture
+    is_latent: bool
     value_input: Tensor | None = None
     """What the values are projected of, where that is not what the queries and keys are."""
 
@@ -103,7 +104,7 @@ class DepthContext(NamedTuple):
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> Any:
         """Mix over depth, store, attend over time."""
-        if is_latent(module):
+        if self.is_latent:
             assert self.cache.pending is not None
             latent, rotary = self.cache.pending
             # one latent serves all heads: concatenated heads make their mean score a single dot
@@ -116,7 +117,8 @@ class DepthContext(NamedTuple):
             query, key, mixed = self._mixed(query, key, self.own(module, value))
             keys, values = self.cache.store(key, mixed, module)
         interfaces = modeling_utils.ALL_ATTENTION_FUNCTIONS
-        attend = interfaces.get_interface(self.implementation, _eager_attention(module))
+        attend: Any = interfaces.get_interface(self.implementation, None)  # pyright: ignore
+        attend = attend or _eager_attention(module)
         return attend(module, query, keys, values, mask, **kwargs)
 
     def _mixed(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 from torch import Tensor, nn
+from transformers.masking_utils import create_masks_for_generate
 
 from depthroute import ops
 from depthroute.config import RoutingConfig
@@ -286,6 +287,18 @@ class RoutedCausalLM(RoutedHead):
         tokens."""
         with self.sites.holding(self.dtype):
             return super().generate(*args, **kwargs)  # pyright: ignore
+
+    def create_masks_for_generate(
+        self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, **given: Any
+    ) -> Any:
+        """What ``generate`` hands to ``forward`` beside a cache that can be compiled with it."""
+        inherited = getattr(super(), "create_masks_for_generate", None)
+        is_token = inputs_embeds.shape[1] == 1
+        if inherited is None and is_token and attention.has_room_for_all(past_key_values):
+            return attention.whole_padding(attention_mask, past_key_values)
+        given |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
+        make = inherited or create_masks_for_generate
+        return make(attention_mask=attention_mask, **given)
 
     def summed_loss(
         self,

@@ -58,6 +58,8 @@ class RoutedLayer(nn.Module):
     """Of the family's layer, after the hidden states, for those who call by position."""
     architecture: Architecture
     is_parallel: bool
+    is_latent: bool
+    """Whether its attention caches a latent from which keys and values are expanded."""
     norm_offsets: dict[type, float]
     """What the pre-norms that are RMSNorms add to their weight, by class."""
     decoder_config: Any
@@ -78,14 +80,18 @@ class RoutedLayer(nn.Module):
         if args:
             kwargs |= zip(self.argument_names, args, strict=False)
         # asked of the layer itself: torch's guards pass over hooks that come after compiling
-        if len(self.watchers) or len(EVERYONES) or len(EVERYONES_BEFORE):
+        is_watched = len(self.watchers) or len(EVERYONES) or len(EVERYONES_BEFORE)
+        if is_watched:
             show_to_everyone()
         state = hidden_states
         if isinstance(state, Tensor):
             state = self._start(state)
-        if self._is_recomputed:
+        if _is_recomputed(self):
             return self._checkpointed(state, kwargs).handed_on()
-        after = nn.Module.__call__(self, state, **kwargs)
+        if is_compiling() and not is_watched:  # or every class of the layer's would be guarded
+            after = self.forward(state, **kwargs)
+        else:
+            after = nn.Module.__call__(self, state, **kwargs)
         if after is state or after.__class__ is not LayerState:
             after = state.skipped(after)
         return after.handed_on()
@@ -99,14 +105,9 @@ class RoutedLayer(nn.Module):
             )
         routing = self.decoder[0].routing(embedding)
         # not what reentrant checkpointing would go back through once for every layer
-        if embedding.is_cuda and not self._is_recomputed:
+        if embedding.is_cuda and not _is_recomputed(self):
             routing = routing.folded(embedding.dtype)
         return LayerState.start(embedding, routing)
-
-    @property
-    def _is_recomputed(self) -> bool:
-        """Whether backward runs the layer again."""
-        return self.training and getattr(self, "gradient_checkpointing", False)
 
     def _checkpointed(self, state: LayerState, kwargs: dict[str, Any]) -> LayerState:
         kwargs |= {"use_cache": False, self.architecture.cache_argument: None}
@@ -134,7 +135,7 @@ class RoutedLayer(nn.Module):
         if not stream.plan.changes_values:
             return LayerState(self._routed(stream, kwargs, call), None)
         depth = self._depth(state, kwargs.get(spec.cache_argument))
-        if depth.cache.cache is not None or self._is_latent:
+        if depth.cache.cache is not None or self.is_latent:
             kwargs = kwargs | {spec.cache_argument: depth.cache}
         stream = self._routed(stream, kwargs | {"depth": depth}, call)
         return LayerState(stream, depth.memory_after())
@@ -185,7 +186,7 @@ class RoutedLayer(nn.Module):
         if norm is None:
             return x, sublayer.norm, after, call
         # a layer that is run again in backward keeps nothing, and would make it twice
-        if after.plan.places[after.index].remakes and not self._is_recomputed:
+        if after.plan.places[after.index].remakes and not _is_recomputed(self):
             call = remaking(call, x, after, site, norm)
         return x, None, after, call
 
@@ -221,10 +222,6 @@ class RoutedLayer(nn.Module):
     def _attention(self) -> nn.Module:
         return self.architecture.attention.of(self)
 
-    @property
-    def _is_latent(self) -> bool:
-        return depth_attention.is_latent(self._attention)
-
     def _depth(self, state: LayerState, cache: Any) -> depth_attention.DepthContext:
         stream, memory = state
         assert stream.sites is not None
@@ -234,6 +231,7 @@ class RoutedLayer(nn.Module):
             depth_attention.DeferredCache(cache),
             self.decoder_config._attn_implementation,
             self.architecture,
+            self.is_latent,
         )
 
     def _shift_cache(self, state: LayerState, kwargs: dict[str, Any]) -> None:
@@ -277,6 +275,11 @@ class RoutedLayer(nn.Module):
 
     register_full_backward_hook = register_full_backward_pre_hook = _refuse_backward_hook
     register_backward_hook = _refuse_backward_hook
+
+
+def _is_recomputed(layer: RoutedLayer) -> bool:
+    """Whether backward runs the layer again."""
+    return layer.training and getattr(layer, "gradient_checkpointing", False)
 
 
 # What regions are made of: functions of tensors, of the layer's modules and of a structure in which
@@ -324,7 +327,7 @@ def _project(
     spec = layer.architecture
     x, norm, *_ = layer._read(spec.attention, structure.with_tensors(tensors), called)
     paused = depth_attention.Paused(depth_attention.DeferredCache(None))
-    if layer._is_latent:
+    if layer.is_latent:
         kwargs = kwargs | {spec.cache_argument: paused.cache}
     _run(layer, spec.attention, x, norm, kwargs | {"depth": paused})
     return paused.arguments
@@ -333,6 +336,7 @@ def _project(
 OWN = (
     "architecture",
     "is_parallel",
+    "is_latent",
     "norm_offsets",
     "decoder_config",
     "decoder",
@@ -346,6 +350,7 @@ def routed_layer(layer: nn.Module, architecture: Architecture, config: Any) -> R
     routed = adopted(routed_class(type(layer), RoutedLayer), layer)
     routed.architecture = architecture
     routed.is_parallel = architecture.is_parallel(config)
+    routed.is_latent = depth_attention.is_latent(architecture.attention.of(layer))
     routed.norm_offsets = _norm_offsets(layer, architecture)
     routed.decoder_config = config
     routed.decoder = routed.regions = None

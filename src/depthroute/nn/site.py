@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +16,7 @@ from depthroute import ops
 from depthroute.checks import check_choice, check_number, check_whole
 from depthroute.errors import ConfigError
 from depthroute.ops.private.regions import is_constant
-from depthroute.plan import DepthRow, Place, Plan
+from depthroute.plan import Place, Plan
 
 if TYPE_CHECKING:
     from depthroute.nn.stream import Observer
@@ -425,8 +425,7 @@ class Sites(nn.Module):
         """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
         plan = self.plan
         if torch.compiler.is_compiling():
-            places, depth = self._constant_rows()
-            plan = replace(plan, places=places, depth=depth)
+            plan = Plan(*self._constant_fields())
         if self.held is not None:
             return Routing(plan, self._held_sites(plan, self.held), self.observer)
         places = range(len(plan.places))
@@ -460,11 +459,15 @@ class Sites(nn.Module):
             self.held = before
 
     @is_constant
-    def _constant_rows(self) -> tuple[tuple[Place, ...], tuple[DepthRow, ...]]:
-        """For a graph that is traced. Fields of the plan's own rows would be guarded one by one,
-        which a compiled call pays for every time; these are copies, which a graph takes as they
-        are."""
-        return tuple(map(replace, self.plan.places)), tuple(map(replace, self.plan.depth))
+    def _constant_fields(self) -> tuple[Any, ...]:
+        """Of the plan, for a graph that is traced. Fields of the plan and of its rows would be
+        guarded one by one, which a compiled call pays for every time; these are copies, which a
+        graph takes as they are."""
+        values = (getattr(self.plan, field.name) for field in fields(self.plan) if field.init)
+        return tuple(
+            tuple(map(replace, value)) if value in (self.plan.places, self.plan.depth) else value
+            for value in values
+        )
 
     @property
     def active(self) -> Sites:
