@@ -79,23 +79,19 @@ def operator_rows() -> list[Row]:
 
 
 def step_rows() -> list[Row]:
-    def row(what: str, name: str, result: dict[str, Any], target: float) -> Row:
+    def row(what: str, preset: str, method: str, result: dict[str, Any]) -> Row:
         ratio, memory = result["relative_speed"], result["relative_memory"]
-        said = f"{ratio:.3f}x of standard (target {target}x), {memory:+.1%} memory"
-        return f"{what}, {METHODS[result['method']]}", said, *origin(load(name)["machine"])
+        least, _ = speed.STEP_TARGETS[preset][method]
+        said = f"{ratio:.3f}x of standard (target {least}x), {memory:+.1%} memory"
+        name = next(n for n in speed.STEP_FILES[preset] if result in load(n)["rows"])
+        return f"{what}, {METHODS.get(method, method)}", said, *origin(load(name)["machine"])
 
-    whole, part = "step_h200_0.6b", "step_h200_7.57b_slice"
     return [
-        *(
-            row(
-                "0.6B training step, compiled", whole, result, speed.SPEED_TARGETS[result["method"]]
-            )
-            for result in speed.step_rows(whole)
-        ),
-        *(
-            row("four layers of width 4096", part, result, speed.SLICE_TARGET)
-            for result in speed.step_rows(part)
-        ),
+        row(f"{size} training step, compiled", preset, method, result)
+        for preset, size in speed.SIZES.items()
+        if preset != "100m"
+        for method, (_, result) in speed.step_rows(preset).items()
+        if method != "standard"
     ]
 
 
@@ -121,11 +117,12 @@ REGIONS: dict[str, Callable[[], str]] = {
     "depth-mix": speed.depth_mix,
     "peers": speed.peers,
     "boundary": speed.boundary,
-    "step": speed.step,
+    "steps": speed.steps,
+    "largest-steps": speed.largest_steps,
     "step-parts": speed.step_parts,
-    "step-slice": speed.step_slice,
-    "trained-steps": speed.trained_steps,
     "first-steps": speed.first_steps,
+    "cold": speed.cold,
+    "generated": speed.generated,
     "widths": speed.widths,
     "decode": speed.decode,
     "compare": models.compare,

@@ -8,20 +8,35 @@ from results_data import METHODS, data_files, judged, load, source, spread, tabl
 
 # at least this speed or share of the copy speed, at most so much more memory or time
 FORWARD_TARGET, BOTH_TARGET = 0.90, 0.85
-SPEED_TARGETS = {
-    "delta-block": 0.96,
-    "attnres-block:num_blocks=8": 0.95,
-    "depth-attention": 0.98,
-    "delta": 0.88,
-    "attnres-full": 0.88,
+STEP_TARGETS: dict[str, dict[str, tuple[float, float | None]]] = {
+    "delta-0.6b": {
+        "delta-block": (0.975, 0.03),
+        "attnres-block:num_blocks=8": (0.955, 0.05),
+        "depth-attention": (0.98, 0.10),
+        "delta": (0.88, 0.25),
+        "attnres-full": (0.88, 0.25),
+    },
+    "100m": {
+        "delta-block": (0.97, None),
+        "attnres-block": (0.96, None),
+        "depth-attention": (0.97, None),
+        "delta": (0.88, None),
+    },
+    "delta-7.57b": {"delta-block": (0.985, None), "attnres-block": (0.97, None)},
 }
-MEMORY_TARGETS = {
-    "delta-block": 0.03,
-    "attnres-block:num_blocks=8": 0.05,
-    "delta": 0.25,
-    "attnres-full": 0.25,
+"""Of standard's speed, and more memory, by preset."""
+STEP_FILES = {
+    "delta-0.6b": ["step_h200_0.6b_graphs"],
+    "100m": ["step_h200_100m", "step_h200_100m_others"],
+    "delta-7.57b": ["step_h200_7.57b"],
 }
-SLICE_TARGET = 0.985
+SIZES = {"delta-0.6b": "0.6B", "100m": "116M", "delta-7.57b": "7.57B"}
+PLAIN_TARGET = 1.30
+WIDTH_TARGETS = 0.88, 0.80
+GENERATE_TARGET = 0.97
+GENERATE_FILES = ["generate_h200_0.6b", "generate_h200_0.6b_batch32"]
+COLD_TARGET = 45.0, 1.6, 4 / 3
+"""Seconds of delta block's first step, times standard's, and a model twice as deep times it."""
 DECODE_TARGETS = dict.fromkeys(
     ("delta-block", "attnres-block:num_blocks=8", "depth-attention"), 0.02
 )
@@ -174,43 +189,19 @@ def boundary() -> str:
 # training steps
 
 
-def step_rows(name: str) -> list[dict[str, Any]]:
-    rows = {row["method"]: row for row in load(name)["rows"]}
-    return [rows[method] for method in METHODS if method in rows and method != "standard"]
+def step_rows(preset: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each method as the first file has it that does, with the commit."""
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in STEP_FILES[preset]:
+        data = load(name)
+        for row in data["rows"]:
+            rows.setdefault(row["method"], (data["machine"]["commit"], row))
+    order = ("standard", *STEP_TARGETS[preset])
+    return {method: rows[method] for method in order if method in rows}
 
 
-def step_table(name: str, speed: dict[str, float], memory: dict[str, float]) -> str:
-    def cells(row: dict[str, Any]) -> list[str]:
-        method, low_high = row["method"], row["relative_speed_quartiles"]
-        ratio, more = row["relative_speed"], row["relative_memory"]
-        return [
-            METHODS[method],
-            f"{row['ms']:.1f}",
-            f"{row['standard']['ms']:.1f}",
-            f"{judged(f'{ratio:.3f}', ratio >= speed[method])} ({spread(low_high, '.3f')})",
-            f"{speed[method]}",
-            judged(f"{more:+.1%}", more <= memory.get(method, float("inf"))),
-            f"{memory[method]:+.0%}" if method in memory else "",
-            f"{row['breakdown']['by_category_ms']['depthroute']:.1f} ms",
-        ]
-
-    head = "method|ms|standard beside it|relative speed|target|peak memory|target|kernels"
-    data = load(name)
-    standard = data["rows"][0]
-    return (
-        source(name, data["machine"])
-        + f"\nMedians of {data['settings']['steps']} steps; peak memory of standard "
-        f"{standard['peak_gb']:.1f} GB.\n\n" + table(head.split("|"), map(cells, step_rows(name)))
-    )
-
-
-def step() -> str:
-    return step_table("step_h200_0.6b", SPEED_TARGETS, MEMORY_TARGETS)
-
-
-def trained_steps() -> str:
-    """Steps as the training loop takes them: attention without a mask, no whole logits, regions
-    and graphs."""
+def steps() -> str:
+    """As the training loop takes them, and beside transformers' own model."""
     plain = load("step_h200_0.6b_plain")
     rows = {row["method"]: row for row in plain["rows"]}
     other, ours = rows["transformers"], rows["transformers"]["standard"]
@@ -224,11 +215,12 @@ def trained_steps() -> str:
             source("step_h200_0.6b_plain", plain["machine"]),
             f"Compiled plain transformers takes {other['ms']:.1f} ms and "
             f"{other['peak_gb']:.1f} GB, standard beside it {ours['ms']:.1f} ms, "
-            f"{judged(f'{faster:.2f}', faster >= 1.3)} times as fast (target 1.30).",
+            f"{judged(f'{faster:.2f}', faster >= PLAIN_TARGET)} times as fast (target "
+            f"{PLAIN_TARGET:.2f}).",
             f"Over {len(other['losses'])} steps in bf16 their losses differ by at most "
             f"{furthest:.1%}.\n",
-            trained_table("step_h200_0.6b_graphs"),
-            trained_table("step_h200_100m", "step_h200_100m_others"),
+            step_table("delta-0.6b"),
+            step_table("100m"),
         ]
     )
 
@@ -250,31 +242,29 @@ def first_steps() -> str:
     )
 
 
-def trained_table(*names: str) -> str:
-    """Each method as the first file has it that does, relative to standard in the same run."""
-    files = {name: load(name) for name in names}
-    preset = files[names[0]]["settings"]["preset"]
-    rows: dict[str, tuple[str, dict[str, Any]]] = {}
-    for data in files.values():
-        for row in data["rows"]:
-            rows.setdefault(row["method"], (data["machine"]["commit"], row))
+def largest_steps() -> str:
+    return step_table("delta-7.57b")
+
+
+def step_table(preset: str) -> str:
+    """Relative to standard in the same run."""
 
     def cells(commit: str, row: dict[str, Any]) -> list[str]:
         method, ratio, more = row["method"], row["relative_speed"], row["relative_memory"]
         first = [METHODS.get(method, method), commit, f"{row['ms']:.1f}"]
+        first.append(f"{row['tokens_per_second'] / 1e3:.1f}")
         size = [f"{row['idle_ms']:.1f}", f"{row['peak_gb']:.1f}"]
         if method == "standard":
             return [*first, "", "", *size, "", ""]
-        least, most = TRAINED[preset][method], TRAINED_MEMORY[preset].get(method)
+        least, most = STEP_TARGETS[preset][method]
         memory = judged(f"{more:+.1%}", most is None or more <= most)
         quartiles = spread(row["relative_speed_quartiles"], ".3f")
         speed = f"{judged(f'{ratio:.3f}', ratio >= least)} ({quartiles})"
         return [*first, speed, f"{least}", *size, memory, "" if most is None else f"{most:+.0%}"]
 
-    head = "method|commit|ms|relative speed|target|GPU idle, ms|peak, GB|memory|target"
-    order = [method for method in ("standard", *TRAINED[preset]) if method in rows]
-    lines = [cells(*rows[method]) for method in order]
-    sources = "\n".join(source(name, data["machine"]) for name, data in files.items())
+    head = "method|commit|ms|ktok/s|relative speed|target|GPU idle, ms|peak, GB|memory|target"
+    lines = [cells(*row) for row in step_rows(preset).values()]
+    sources = "\n".join(source(name, load(name)["machine"]) for name in STEP_FILES[preset])
     return sources + "\n" + table(head.split("|"), lines)
 
 
@@ -308,10 +298,6 @@ def widths() -> str:
     )
 
 
-def step_slice() -> str:
-    return step_table("step_h200_7.57b_slice", {"delta-block": SLICE_TARGET}, {})
-
-
 def step_parts() -> str:
     groups = {"Inductor": ("inductor",), "attention, GEMM": ("attention", "GEMM")}
 
@@ -321,10 +307,19 @@ def step_parts() -> str:
         more = {part: mine[part] - other.get(part, 0.0) for part in mine}
         shown = [more.pop("depthroute")]
         shown += [sum(more.pop(part) for part in parts) for parts in groups.values()]
-        return [METHODS[row["method"]], *(f"{ms:.1f}" for ms in (*shown, sum(more.values())))]
+        name = METHODS.get(row["method"], row["method"])
+        return [name, *(f"{ms:.1f}" for ms in (*shown, sum(more.values())))]
 
-    rows = map(cells, step_rows("step_h200_0.6b"))
-    return table(["method", "this library", *groups, "rest"], rows)
+    tables = []
+    for preset, size in SIZES.items():
+        (_, standard), *rows = step_rows(preset).values()
+        kinds = standard["breakdown"]["by_category_ms"].items()
+        whole = ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds if ms >= 0.1)
+        tables.append(
+            f"{size}, standard: {whole}.\n\n"
+            + table(["method", "this library", *groups, "rest"], (cells(row) for _, row in rows))
+        )
+    return "\n".join(tables)
 
 
 def decode() -> str:
@@ -348,56 +343,92 @@ def decode() -> str:
     )
 
 
-# targets
+def generated() -> str:
+    """Tokens a second of ``generate``, beside the family's own model."""
 
-TRAINED_MEMORY: dict[str, dict[str, float]] = {
-    "delta-0.6b": MEMORY_TARGETS | {"depth-attention": 0.10},
-    "100m": {},
-}
-TRAINED: dict[str, dict[str, float]] = {
-    "delta-0.6b": {
-        "delta-block": 0.975,
-        "attnres-block:num_blocks=8": 0.955,
-        "depth-attention": 0.98,
-        "delta": 0.88,
-        "attnres-full": 0.88,
-    },
-    "100m": {
-        "delta-block": 0.97,
-        "attnres-block": 0.96,
-        "depth-attention": 0.97,
-        "delta": 0.88,
-        "attnres-full": 0.88,
-    },
-}
-"""Of standard's speed, by preset."""
-WIDTH_TARGETS = 0.88, 0.80
+    def cells(row: dict[str, Any]) -> list[str]:
+        first = [str(row["batch_size"]), METHODS[row["method"]], f"{row['tokens_per_second']:,.0f}"]
+        last = [f"{row['ms_per_token']:.2f}", f"{row['prefill_ms']:.0f}"]
+        if row["method"] == "standard":
+            return [*first, "", *last]
+        ratio, quartiles = row["relative_speed"], row["relative_speed_quartiles"]
+        speed = f"{judged(f'{ratio:.3f}', ratio >= GENERATE_TARGET)} ({spread(quartiles, '.3f')})"
+        return [*first, speed, *last]
+
+    head = "batch|method|tokens/s|beside plain|ms a token|prompt, ms"
+    sources = "\n".join(source(name, load(name)["machine"]) for name in GENERATE_FILES)
+    return sources + "\n" + table(head.split("|"), map(cells, generate_rows()))
+
+
+def generate_rows() -> list[dict[str, Any]]:
+    return [row for name in GENERATE_FILES for row in load(name)["rows"]]
+
+
+def cold() -> str:
+    name = "cold_h200_0.6b"
+    data = load(name)
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        ours = row["kernels"]
+        kernels = f"{ours['kernels']} in {ours['seconds']:.0f} s"
+        return [METHODS[row["method"]], str(row["layers"]), f"{row['seconds']:.1f}", kernels]
+
+    head = ["method", "layers", "first step, s", "kernels of this library, by threads"]
+    return source(name, data["machine"]) + "\n" + table(head, map(cells, data["rows"]))
+
+
+def cold_targets() -> list[tuple[str, float]]:
+    """Of the first step: its seconds, beside standard's, and of a model twice as deep."""
+    seconds = {
+        (row["method"], row["layers"]): row["seconds"] for row in load("cold_h200_0.6b")["rows"]
+    }
+    shallow, deep = sorted({layers for _, layers in seconds})
+    most, times, deeper = COLD_TARGET
+    ours, standard = seconds["delta-block", shallow], seconds["standard", shallow]
+    return [
+        ("the first step of delta block", most / ours),
+        ("the same beside standard's", times / (ours / standard)),
+        (f"the same of {deep} layers", deeper / (seconds["delta-block", deep] / ours)),
+    ]
+
+
+# targets
 
 
 def all_targets() -> list[tuple[str, float]]:
     """What each target is about, and how many times the target the result is; below 1, missed."""
-    mixes, steps = own_rows().items(), step_rows("step_h200_0.6b")
-    slices, decoded = step_rows("step_h200_7.57b_slice"), load("decode_h200_0.6b")["rows"]
     targets = []
-    for (count, width), row in mixes:
+    for (count, width), row in own_rows().items():
         name = f"{count} sources of width {width}"
         targets.append((f"{name}, forward", row["forward_frac"] / FORWARD_TARGET))
         targets.append((f"{name}, with backward", row["both_frac"] / BOTH_TARGET))
-    for row in steps:
-        method = row["method"]
-        name = f"a step of {METHODS[method]}"
-        targets.append((name, row["relative_speed"] / SPEED_TARGETS[method]))
-        if method in MEMORY_TARGETS:
-            share = (1 + MEMORY_TARGETS[method]) / (1 + row["relative_memory"])
-            targets.append((f"memory of {name}", share))
-    for row in slices:
-        name = f"{METHODS[row['method']]} at width 4096"
-        targets.append((name, row["relative_speed"] / SLICE_TARGET))
-    for row in decoded:
+    for preset, size in SIZES.items():
+        for method, (_, row) in step_rows(preset).items():
+            if method == "standard":
+                continue
+            least, most = STEP_TARGETS[preset][method]
+            what = f"{METHODS.get(method, method)} at {size}"
+            ratio = row["relative_speed"]
+            targets.append((f"a step of {what} ({ratio:.3f}x, wanted {least})", ratio / least))
+            if most is not None:
+                targets.append((f"memory of {what}", (1 + most) / (1 + row["relative_memory"])))
+    for row in load("decode_h200_0.6b")["rows"]:
         if row["method"] in DECODE_TARGETS:
             share = (1 + DECODE_TARGETS[row["method"]]) / (1 + row["relative_time"])
             targets.append((f"decoding with {METHODS[row['method']]}", share))
-    return targets
+    return [*targets, *generate_targets(), *cold_targets()]
+
+
+def generate_targets() -> list[tuple[str, float]]:
+    return [
+        (
+            f"generating with {METHODS[row['method']]} at batch {row['batch_size']} "
+            f"({row['relative_speed']:.2f}x, wanted {GENERATE_TARGET})",
+            row["relative_speed"] / GENERATE_TARGET,
+        )
+        for row in generate_rows()
+        if row["method"] != "standard"
+    ]
 
 
 def limits() -> str:
