@@ -21,12 +21,8 @@ dtype_of: Callable[[Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"]._
 
 
 class Mix(NamedTuple):
-    """The boundary between two sublayers; every part but the mix is optional. Tensors are [..., D].
-
-    state = residual + output           last = partial + output, or output where a block starts
-    x = scale * (state + depth mix of sources, and of last if reads_last)
-    y = RMSNorm(x) * norm_weight
-    """
+    """The boundary between two sublayers, as :func:`~depthroute.ops.depth_boundary` has it. Tensors
+    are [..., D]."""
 
     sources: list[Tensor]
     query: Tensor
@@ -75,10 +71,10 @@ class Mix(NamedTuple):
 
     def dtypes(self) -> Mix:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
-        sources, query, a, b, c, d, e, f, reads_last, _, heads, slices, offset, _, _, *kept = self
-        dtypes = [None if t is None else t.dtype for t in (a, b, c, d, e, f)]
+        dtypes = [None if t is None else t.dtype for t in self[1:8]]
+        reads_last, _, heads, slices, offset, _, _, *kept = self[8:]
         numbers = reads_last, 0.0, heads, slices, offset, 0.0, 0.0
-        return Mix._make((tuple(map(dtype_of, sources)), query.dtype, *dtypes, *numbers, *kept))
+        return Mix._make((tuple(map(dtype_of, self.sources)), *dtypes, *numbers, *kept))
 
     @property
     def example(self) -> Tensor:
@@ -95,12 +91,19 @@ class Mix(NamedTuple):
     @property
     def num_scores(self) -> int:
         """Numbers that the torch backward needs of a token: S x H logits and S (or S x H) 1/rms."""
-        return self.num_read * (self.heads + (self.heads if self.slice_norm else 1))
+        return self.num_read * (self.heads + num_norms(self))
 
     @property
     def stats_width(self) -> int:
         """Numbers that the Triton backward does: also H log-sum-exps and a norm's 1/rms."""
         return self.num_scores + self.heads + (self.norm_weight is not None)
+
+    @property
+    def results(self) -> tuple[bool, ...]:
+        """Whether there are x, y, state, last and low bits, beside the statistics."""
+        pushes, has_norm = self.output is not None, self.norm_weight is not None
+        pushed = pushes and self.residual is not None, pushes and self.partial is not None
+        return self.keeps_x, has_norm, *pushed, self.keeps_low
 
     def pushed(self) -> tuple[Mix, Tensor | None]:
         """What is left to do when the output has been pushed; and last, unless it is the output."""
@@ -127,17 +130,8 @@ class Mixed(NamedTuple):
 
     @classmethod
     def named(cls, mix: Mix, stats: Tensor, others: Sequence[Tensor]) -> Mixed:
-        """``others`` are those that this mix has, in this order."""
         made = iter(others)
-        pushes = mix.output is not None
-        return cls(
-            stats,
-            next(made) if mix.keeps_x else None,
-            next(made) if mix.norm_weight is not None else None,
-            next(made) if pushes and mix.residual is not None else None,
-            next(made) if pushes and mix.partial is not None else None,
-            next(made) if mix.keeps_low else None,
-        )
+        return cls(stats, *[next(made) if is_there else None for is_there in mix.results])
 
 
 class MixBackward(NamedTuple):
@@ -182,14 +176,17 @@ class MixBackward(NamedTuple):
 
     def dtypes(self) -> MixBackward:
         """As :meth:`Mix.dtypes`."""
-        grad, grads_y, state, last, carried, sources, a, b, c, d, e, f, g, *settings = self
-        heads, slice_norm, offset, _, *flags = settings
-        grad, state, last, *dtypes = [
-            None if t is None else t.dtype for t in (grad, state, last, a, b, c, d, e, f, g)
-        ]
-        terms, carried = tuple(map(dtype_of, grads_y)), tuple(map(dtype_of, carried))
-        first = grad, terms, state, last, carried, tuple(map(dtype_of, sources))
-        return MixBackward._make((*first, *dtypes, heads, slice_norm, offset, 0.0, *flags))
+        grad, state, last, *kept = [None if t is None else t.dtype for t in self.tensors]
+        lists = self.grads_y, self.carried, self.sources
+        terms, carried, sources = [tuple(map(dtype_of, tensors)) for tensors in lists]
+        heads, slice_norm, offset, _, *flags = self[13:]
+        settings = heads, slice_norm, offset, 0.0, *flags
+        return MixBackward._make((grad, terms, state, last, carried, sources, *kept, *settings))
+
+
+def num_norms(record: Mix | MixBackward | Group | GroupBackward) -> int:
+    """Of a source and token."""
+    return record.heads if record.slice_norm else 1
 
 
 class Group(NamedTuple):
@@ -269,12 +266,8 @@ AttentionGradients = tuple[Tensor, list[Tensor], list[Tensor]]
 def fake_mix(*arguments) -> MixResults:
     mix = Mix(*arguments)
     x = mix.example.new_empty(mix.example.shape, dtype=mix.dtype)
-    wanted = mix.keeps_x, mix.norm_weight is not None
-    others = [x.new_empty(x.shape) for is_there in wanted if is_there]
-    if mix.output is not None:
-        others += [t.new_empty(t.shape) for t in (mix.residual, mix.partial) if t is not None]
-    if mix.keeps_low:
-        others.append(x.new_empty(x.shape, dtype=torch.int16))
+    like: Any = zip((x, x, mix.residual, mix.partial, x.short()), mix.results, strict=True)
+    others = [t.new_empty(t.shape) for t, is_there in like if is_there]
     return mix.query.new_empty(*x.shape[:-1], mix.num_scores), others
 
 
@@ -302,7 +295,7 @@ def fake_group(*arguments) -> GroupResults:
     return (
         queries.new_empty(count, tokens, width, dtype=group.dtype),
         queries.new_empty(count, tokens, group.heads),
-        queries.new_empty(tokens, num_sources, group.heads if group.slice_norm else 1),
+        queries.new_empty(tokens, num_sources, num_norms(group)),
         queries.new_empty(tokens, num_sources, count, group.heads),
     )
 

@@ -6,23 +6,18 @@ one record (:class:`~depthroute.ops._record.Mix`) and hand it to a backend: the 
 registered as ops of the ``depthroute`` namespace, and share one ``autograd.Function``, so that
 ``torch.compile(fullgraph=True)``, CUDA graphs, FSDP and activation checkpointing see one node.
 
-**Handing sources on.** When S sources are read by L sites in the ordinary way, autograd keeps L
-gradients per source and adds them: three passes per source and site beyond writing them. So a site
-also returns its sources, and later sites read those. In backward a source's gradient then travels
-the other way, last site first, and each site's kernel adds its share to what it was handed: one
-read instead.
+**Handing sources on.** Of a source that L sites read autograd would keep L gradients and add them.
+So a site also returns its sources, the same values, and later sites read those: in backward a
+source's gradient travels from the last site to the first, and each kernel adds its share to what it
+is handed (docs/kernels.md). Using a source from before a site is correct too, only slower.
 
     x, sources = depth_mix_carried(sources, query)
-
-The returned sources are the same values (views, nothing is copied). Nothing is mutated and no state
-is kept outside the graph, so activation checkpointing may run a site twice, and a source that is
-also used elsewhere gets the right sum. Using a source from before a site instead of the returned
-one is correct too, only slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +31,11 @@ from depthroute.ops.backends import RUNS, choose, ran_by_definition
 from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import refuse_batched
 
-_forward = Mix, MixResults
+_forward, _launched = (Mix, MixResults), FromTriton("mix_launch", "mix_forward")
 _backward = MixBackward, MixGradients, _record.fake_mix_backward
 FORWARD = {
     "torch": Op("depth_mix", *_forward, _record.fake_mix, _torch.mix_forward),
-    "triton": Op(
-        "depth_mix_triton",
-        *_forward,
-        _record.fake_mix_triton,
-        FromTriton("mix_launch", "mix_forward"),
-    ),
+    "triton": Op("depth_mix_triton", *_forward, _record.fake_mix_triton, _launched),
 }
 BACKWARD = {
     "torch": Op("depth_mix_backward", *_backward, _torch.mix_backward),
@@ -70,77 +60,63 @@ ALONE = Wants(returns_last=False, hands_on=False)
 
 
 class Boundary(NamedTuple):
+    """The results; of x, y and last, those that were wanted."""
+
     x: Tensor | None
-    """What was mixed, before the norm; None if only y was wanted."""
     y: Tensor | None
-    """RMSNorm(x), if a norm weight was given."""
     state: Tensor | None
-    """residual + output; without an output, the residual."""
+    """Without an output, the residual."""
     last: Tensor | None
-    """partial + output, or output where a block starts; None if it was not wanted."""
     sources: list[Tensor]
     """The sources to hand on."""
 
 
 def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """:func:`depth_boundary` of a record whose query has not its gain yet, unchecked."""
-    if backend == "triton":
-        return _in_one_kernel(mix, key_weight, wants)
-    return _step_by_step(mix, key_weight, wants, backend)
-
-
-def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
-    returns_x = wants.returns_x or mix.norm_weight is None
-    needs_grad = _needs_grad(mix, key_weight)
-    keeps_x = returns_x or not _record.does_without_x(mix)
+    if backend != "triton":
+        return _step_by_step(mix, key_weight, wants, backend)
+    needs_grad, sources = _needs_grad(mix, key_weight), mix.sources
+    keeps_x = wants.returns_x or mix.norm_weight is None or not _record.does_without_x(mix)
     mix = mix.keeping(
         low=needs_grad and _record.keeps_low_bits(mix),
         x=keeps_x,
         y=needs_grad and not keeps_x and _record.from_y(mix),
     )
     if needs_grad:
-        x, y, state, last, *handed = applied(
-            DepthMix, "triton", wants, mix.settings, key_weight, *mix.tensors, *mix.sources
-        )
-        handed = handed if wants.hands_on else mix.sources
+        x, y, state, last, *handed = _differentiable(mix, key_weight, wants, backend)
+        sources = handed if wants.hands_on else sources
     else:
-        _, x, y, state, last, _ = _call("triton", _folded(mix, key_weight))
-        x, handed = x if returns_x else None, mix.sources
-        last = (mix.output if last is None else last) if wants.returns_last else None
-    return Boundary(x, y, mix.residual if state is None else state, last, handed)
+        x, y, state, last = _wanted(mix, _call(backend, _folded(mix, key_weight)), wants)
+    return Boundary(x, y, mix.residual if state is None else state, last, sources)
 
 
 def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """The push before the mix and the norm after it are torch's own."""
     plain, last = mix.pushed()
     last = mix.output if last is None else last
-    if mix.norm_weight is not None:
-        plain = plain._replace(norm_weight=None)
-    if backend == "reference":
-        x = _by_definition(plain, key_weight)
-    elif _needs_grad(plain, key_weight):
-        x, *_ = applied(
-            *(DepthMix, backend, ALONE, plain.settings),
-            *(key_weight, *plain.tensors, *plain.sources),
-        )
+    if mix.norm_weight is None:
+        x, y = _mixed(plain, key_weight, backend), None
     else:
-        x = _torch_alone(_folded(plain, key_weight))
-    assert x is not None
-    y = None
-    if mix.norm_weight is not None:
+        x = _mixed(plain._replace(norm_weight=None), key_weight, backend)
         y = reference.rms_norm(x, mix.norm_weight, mix.norm_eps)
     x = x if wants.returns_x or y is None else None
     return Boundary(x, y, plain.residual, last if wants.returns_last else None, mix.sources)
 
 
-def _torch_alone(mix: Mix) -> Tensor | None:
-    """x, with nothing kept for backward."""
+def _mixed(mix: Mix, key_weight: Tensor | None, backend: str) -> Tensor:
+    """x, of a mix without a push and a norm."""
+    if backend == "reference":
+        return _by_definition(mix, key_weight)
+    if _needs_grad(mix, key_weight):
+        return _differentiable(mix, key_weight, ALONE, backend)[0]
+    mix = _folded(mix, key_weight)
     if torch.compiler.is_compiling():  # it fuses the definition, and cannot see into an op
         return _by_definition(mix, None)
     if _torch.is_few(mix):
         RUNS["depth_mix", "torch"] += 1
         return _torch.few_forward(mix)
-    return _call("torch", mix).x
+    _, (x,) = FORWARD[backend](mix)
+    return x
 
 
 def most_fused(backend: str, example: Tensor) -> int:
@@ -168,6 +144,25 @@ def _call(backend: str, mix: Mix) -> Mixed:
     return Mixed.named(mix, *FORWARD[backend](mix))
 
 
+def _wanted(mix: Mix, made: Mixed, wants: Wants) -> tuple[Tensor | None, ...]:
+    """x, y, state and last, as far as somebody uses them; what was given, as views."""
+    x = made.x if wants.returns_x or made.y is None else None
+    state, last, output = made.state, made.last, mix.output
+    if output is None and wants.hands_state_on and mix.residual is not None:
+        state = mix.residual.view_as(mix.residual)
+    if not wants.returns_last:
+        last = None
+    elif output is not None and mix.partial is None:
+        last = output.view_as(output)
+    return x, made.y, state, last
+
+
+def _differentiable(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Any:
+    """The results of :class:`DepthMix`."""
+    tensors = key_weight, *mix.tensors, *mix.sources
+    return applied(DepthMix, backend, wants, mix.settings, *tensors)
+
+
 class DepthMix(torch.autograd.Function):
     """x, y, state, last and the sources again, of a mix's settings, its tensors and its sources.
 
@@ -181,17 +176,8 @@ class DepthMix(torch.autograd.Function):
         _save(ctx, mix, made, query, key_weight)
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.hands_on
-        state, last = made.state, made.last
-        output, residual = mix.output, mix.residual
-        if wants.hands_state_on and output is None and residual is not None:
-            state = residual.view_as(residual)
-        if not wants.returns_last:
-            last = None
-        elif output is not None and mix.partial is None:
-            last = output.view_as(output)
         handed = [s.view_as(s) for s in sources] if wants.hands_on else []
-        x = made.x if wants.returns_x or made.y is None else None
-        return x, made.y, state, last, *handed
+        return *_wanted(mix, made, wants), *handed
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -307,22 +293,21 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _by_definition(mix: Mix, key_weight: Tensor | None) -> Tensor:
     """The reference backend of a depth mix, or with a prior of its phase 2."""
-    ran_by_definition("depth_mix" if mix.prior is None else "depth_mix_merge")
     options: dict[str, Any] = {"eps": mix.eps, "heads": mix.heads, "dtype": mix.dtype}
     options |= {"head_norm": "slice" if mix.slice_norm else "full"}
     options |= {"residual": mix.residual, "scale": mix.scale}
-    if mix.prior is None:
+    if mix.prior is None or mix.prior_lse is None:
+        ran_by_definition("depth_mix")
         options |= {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
         return reference.depth_mix(mix.sources, mix.query, key_weight, **options)
+    ran_by_definition("depth_mix_merge")
     if mix.offset:
         raise DepthrouteError(
             "centered and adds_sources are defined for one pass over all sources, and a prior was "
             "given; leave them out, or mix every source at once"
         )
-    assert mix.prior_lse is not None
-    return reference.depth_mix_merge(
-        mix.prior, mix.prior_lse, mix.sources, mix.query, key_weight, **options
-    )
+    finished = mix.prior, mix.prior_lse
+    return reference.depth_mix_merge(*finished, mix.sources, mix.query, key_weight, **options)
 
 
 class Options(NamedTuple):
@@ -331,14 +316,11 @@ class Options(NamedTuple):
     head_norm: str = "full"
     """``"full"`` normalises a key over its whole width, ``"slice"`` each head's part of it."""
     centered: bool = False
-    """Takes 1/S from every weight."""
     adds_sources: bool = False
-    """Adds 1 to every weight."""
     scale: float = 1.0
     dtype: torch.dtype | None = None
     """Of x; left out, that of the sources."""
     norm_weight: Tensor | None = None
-    """[D]: also y = RMSNorm(x) * norm_weight, the sublayer's pre-norm."""
     norm_eps: float = 1e-6
     prior: Tensor | None = None
     """An output of :func:`~depthroute.ops.depth_mix_group`, which the sources come after."""
@@ -468,8 +450,4 @@ def depth_mix_carried(
 
 def widest_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """Decides whether the kernels take these tensors."""
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype != dtype:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors})

@@ -27,9 +27,10 @@ def pointers(p_table, o_n, DTYPE: tl.constexpr):
 
 @triton.jit
 def places_of_row(
-    H: tl.constexpr, DH: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
+    H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
 ):
     """Of each of its tiles the offsets [1, HB, BC] into a row, and the mask of those it has."""
+    DH: tl.constexpr = D // H
     o_h = tl.arange(0, HB)[None, :, None]
     offsets, masks = (), ()
     for j in tl.static_range(NT):
@@ -112,10 +113,7 @@ def axpy(a, x, y):
 
 @triton.jit
 def plus(a, b):
-    tiles = ()
-    for j in tl.static_range(len(a)):
-        tiles = tiles + (a[j] + b[j],)
-    return tiles
+    return axpy(1.0, a, b)
 
 
 @triton.jit
@@ -155,12 +153,6 @@ def product(a, b):
 
 
 @triton.jit
-def products(rows, b):
-    """The product of each held row and a wide one."""
-    return [product(again(row), b) for row in rows]
-
-
-@triton.jit
 def dot_tiles(a, b):
     """Per-head dot products [BS, HB, 1] of two tuples of tiles; one reduction for all tiles."""
     return tl.sum(product(a, b), 2, keep_dims=True)
@@ -192,21 +184,45 @@ def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
 
 
 @triton.jit
+def square_and_dot(s, q):
+    """s^2 and s q, before the sums over columns."""
+    return product(s, s), product(s, q)
+
+
+@triton.jit
 def squares_and_dots(rows, q):
-    """sum s^2 and sum s q over columns, [BS, HB, 1] each, of one or two rows (or blocks of them)
-    in turn."""
-    tiles = ()
-    for n in tl.static_range(len(rows)):
-        tiles = tiles + (product(rows[n], rows[n]), product(rows[n], q))
-    return sum_columns(tiles)
+    """sum s^2 and sum s q over columns, [1, HB, 1] each, of every row."""
+    S: tl.constexpr = len(rows)
+    squares, dots = (), ()
+    for n in tl.static_range(0, S - 1, 2):
+        both = square_and_dot(rows[n], q) + square_and_dot(rows[n + 1], q)
+        s0, d0, s1, d1 = sum_columns(both)
+        squares, dots = squares + (s0, s1), dots + (d0, d1)
+    if S % 2 == 1:
+        s0, d0 = sum_columns(square_and_dot(rows[S - 1], q))
+        squares, dots = squares + (s0,), dots + (d0,)
+    return squares, dots
+
+
+@triton.jit
+def dots(rows, b):
+    """Dot products [1, HB, 1] of every held row and a wide one."""
+    S: tl.constexpr = len(rows)
+    FOURS: tl.constexpr = S // 4 * 4
+    sums = ()
+    for n in tl.static_range(0, FOURS, 4):
+        sums = sums + sum_columns([product(again(row), b) for row in rows[n : n + 4]])
+    if S % 4 >= 2:
+        sums = sums + sum_columns([product(again(row), b) for row in rows[FOURS : FOURS + 2]])
+    if S % 2 == 1:
+        sums = sums + (dot_tiles(again(rows[S - 1]), b),)
+    return sums
 
 
 @triton.jit
 def over_sources(x, BS: tl.constexpr):
     """Sum over the sources of a block: [BS, ...] to [1, ...]."""
-    if BS > 1:
-        x = tl.sum(x, 0, keep_dims=True)
-    return x
+    return tl.sum(x, 0, keep_dims=True) if BS > 1 else x
 
 
 @triton.jit
@@ -247,9 +263,7 @@ def norm_gradient(b_gy, b_w, b_xhat, b_r, b_mean):
 @triton.jit
 def over_norm_group(x, NORMS: tl.constexpr):
     """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
-    if NORMS == 1:
-        x = tl.sum(x, 1, keep_dims=True)
-    return x
+    return tl.sum(x, 1, keep_dims=True) if NORMS == 1 else x
 
 
 @triton.jit
@@ -298,21 +312,12 @@ def with_low_bits(kept, low, DTYPE: tl.constexpr):
 @triton.jit
 def offset_weight(b_alpha, count, OFFSET: tl.constexpr):
     """What multiplies a source: alpha, alpha + 1 or, centred, alpha - 1/S."""
-    if OFFSET == 1:
-        b_alpha = b_alpha + 1.0
-    elif OFFSET == -1:
-        b_alpha = b_alpha - 1.0 / count
-    return b_alpha
+    shifted = b_alpha + 1.0 if OFFSET > 0 else b_alpha - 1.0 / count
+    return shifted if OFFSET != 0 else b_alpha
 
 
 @triton.jit
 def offset_sum(b_total, count, OFFSET: tl.constexpr):
-    """What multiplies the plain sum before everything is divided by ``b_total``.
-
-    Centred, total / S is exactly 1 at zero queries, so the difference there is exactly zero.
-    """
-    if OFFSET == 1:
-        b_factor = b_total
-    else:
-        b_factor = -b_total / count
-    return b_factor
+    """What multiplies the plain sum before everything is divided by ``b_total``. Centred, total / S
+    is exactly 1 at zero queries, so the difference there is exactly zero."""
+    return b_total if OFFSET == 1 else -b_total / count

@@ -1,4 +1,5 @@
-"""Tiles, launch settings and pointer packing."""
+"""Tiles, launch settings, and the small kernels around the others: tables of addresses, and sums of
+the rows that every program left."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import triton
@@ -157,11 +158,6 @@ def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
     return max(1, min(wanted, 1 + SHARED_BYTES // (bytes_ahead * programs)))
 
 
-def _programs(wanted: int, bytes_ahead: int) -> int:
-    """Per multiprocessor, as many as have two stages' rows on their way in its shared memory."""
-    return max(1, min(wanted, SHARED_BYTES // (2 * bytes_ahead)))
-
-
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
 
@@ -194,8 +190,6 @@ def backward_launch(
 
 HELD_ELEMENTS = 208
 """Of all rows, that a thread of forward holds before it spills: 10 rows of 16 do not, of 24 do."""
-
-
 FORWARD_BYTES, BACKWARD_BYTES = 64 * 1024, 48 * 1024
 """On their way to each SM at least: 2 sources forward reach 0.75 of the copy speed with 25 KB, 0.83
 with 33, 0.92 with 41 (widths_h200_first.json)."""
@@ -205,15 +199,14 @@ LEAST_REGISTERS = 64
 """Of a program, which at most 32 of an SM's have to share."""
 
 
-def _enough_programs(
-    usual: int, least: int, row_bytes: int, registers: int, bytes_ahead: int
-) -> int:
-    """Per multiprocessor: as usual, or more where the rows of a token are so few that less than
-    ``least`` bytes would be on their way (each looks two tokens ahead), as far as ``registers`` a
-    lane and shared memory have room for."""
-    room = REGISTERS // max(registers, LEAST_REGISTERS)
-    wanted = min(triton.cdiv(least, 2 * row_bytes), room)
-    return _programs(max(usual, wanted), bytes_ahead)
+def _resident_launch(
+    rows: int, warps: int, programs: int, enough: int, registers: int, ahead: int
+) -> Launch:
+    """More programs where it takes that to have ``enough`` on their way (each looks two tokens
+    ahead), as far as ``registers`` a lane and shared memory have room for."""
+    programs = max(programs, min(enough, REGISTERS // max(registers, LEAST_REGISTERS)))
+    programs = max(1, min(programs, SHARED_BYTES // (2 * ahead)))
+    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
 
 
 def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) -> Launch:
@@ -227,12 +220,10 @@ def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) 
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
     warps = min(8, warps)  # more would have too few registers
-    ahead = rows * block.elements * itemsize
+    enough = triton.cdiv(FORWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * (3 * rows - 1)  # as compiled for Hopper, of all warps
-    programs = _enough_programs(
-        max(1, 8 // warps), FORWARD_BYTES, rows * width * itemsize, registers, ahead
-    )
-    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
+    ahead = rows * block.elements * itemsize
+    return _resident_launch(rows, warps, max(1, 8 // warps), enough, registers, ahead)
 
 
 def resident_backward_launch(
@@ -248,13 +239,13 @@ def resident_backward_launch(
     if block.count == 3 and block.elements <= WIDEST:
         warps = min(4, warps)  # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
-    if block.count > 1 or is_padded:  # 8 warps an SM
-        programs = _programs(max(1, 8 // warps), ahead)
+    if block.count > 1 or is_padded:
+        programs = max(1, 8 // warps)
     elif block.elements == 1024 and carried:
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
+    enough = triton.cdiv(BACKWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * 3 * rows
-    programs = _enough_programs(programs, BACKWARD_BYTES, rows * width * itemsize, registers, ahead)
-    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
+    return _resident_launch(rows, warps, programs, enough, registers, ahead)
 
 
 @cache
@@ -269,15 +260,6 @@ def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
     if available == 0:
         return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
     return min(tokens, launch.programs * available) if launch.programs else tokens
-
-
-_SAME_DEVICE = contextlib.nullcontext()
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _SAME_DEVICE
-    return torch.cuda.device(tensor.device)
 
 
 @triton.jit
@@ -309,3 +291,34 @@ def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         fill = _fill_table(tuple(map(dtype_of, chunk)))
         fill(1, (chunk,), (table[start:] if start else table,), ())
     return [table[i * stride :] if i else table for i in range(len(lists))]
+
+
+# interpreted: few programs, and a loop that repeats although there are three rows
+ROWS, COLUMNS = (2, 512) if INTERPRETED else (128, 16)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_rows_kernel(p_rows, p_sum, P, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """BC of the C sums; always in the same order."""
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    o_p = tl.arange(0, BP)[:, None].to(tl.int64)
+    b_sum = tl.zeros([BP, BC], tl.float32)
+    for i in tl.range(0, P, BP, num_stages=4):
+        b_sum += tl.load(p_rows + (i + o_p) * C + o_c, (i + o_p < P) & (o_c < C), 0.0)
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
+    tl.store(p_sum + o_c, tl.sum(b_sum, 0), o_c < C)
+
+
+@cache
+def _sum_rows(columns: int) -> Prepared:
+    return Prepared(sum_rows_kernel, 4, C=columns, BP=ROWS, BC=COLUMNS)
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """The sum over the first axis of a contiguous fp32 tensor; a program takes a few columns, so
+    that many share a sum that is long and narrow."""
+    count, *shape = rows.shape
+    total = rows.new_empty(*shape)  # at a third of the time that one shape takes
+    columns = total.numel()
+    _sum_rows(columns)(-(-columns // COLUMNS), (), (rows, total), (count,))
+    return total

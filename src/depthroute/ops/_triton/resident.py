@@ -43,7 +43,7 @@ def resident_forward_kernel(
     least_gain,
     K: tl.constexpr,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     READS_LAST: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -55,15 +55,15 @@ def resident_forward_kernel(
 ):
     """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
     ``least_gain``: what gains nearer to zero count as, which may be 0."""
-    D: tl.constexpr = H * DH
     LOADED: tl.constexpr = len(p_sources)
     S: tl.constexpr = LOADED + 1 if READS_LAST else LOADED
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
     o_one = tl.zeros([1, 1, 1], tl.int32)
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
         b_w = blocks.off_zero(blocks.load_row(p_norm_weight, places), least_gain)
@@ -94,13 +94,7 @@ def resident_forward_kernel(
                 b_last = b_output
             if READS_LAST:
                 rows = rows + (b_last,)
-        squares, dots = (), ()
-        for n in tl.static_range(0, S - 1, 2):
-            s0, d0, s1, d1 = blocks.squares_and_dots(rows[n : n + 2], b_q)
-            squares, dots = squares + (s0, s1), dots + (d0, d1)
-        if S % 2 == 1:
-            s0, d0 = blocks.squares_and_dots(rows[S - 1 : S], b_q)
-            squares, dots = squares + (s0,), dots + (d0,)
+        squares, dots = blocks.squares_and_dots(rows, b_q)
         b_top = tl.full([1, HB, 1], float("-inf"), tl.float32)
         count = S + 1 if p_prior is not None else S
         if p_prior is not None:
@@ -111,10 +105,7 @@ def resident_forward_kernel(
             b_rstd = tl.rsqrt(blocks.over_norm_group(squares[n], NORMS) / (D // NORMS) + eps)
             b_logit = dots[n] * b_rstd
             tl.store(p_stat + n * H + o_h, b_logit, m_h)
-            if NORMS > 1:
-                tl.store(p_stat + (S + n) * H + o_h, b_rstd, m_h)
-            else:
-                tl.store(p_stat + S * H + n + o_one, b_rstd)
+            tl.store(p_stat + S * H + n * NORMS + o_norm, b_rstd, o_norm < NORMS)
             b_top = tl.maximum(b_top, b_logit)
             logits = logits + (b_logit,)
         b_total = tl.zeros([1, HB, 1], tl.float32)
@@ -173,7 +164,7 @@ def resident_backward_kernel(
     least_gain,
     K: tl.constexpr,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     READS_LAST: tl.constexpr,
     MIXES_AGAIN: tl.constexpr,
@@ -189,14 +180,14 @@ def resident_backward_kernel(
     ``grad_last`` is that of a last block sum which this place does not read. A norm needs x. With
     ``FROM_Y`` what is passed as x is y, which the gains make x again; with ``MIXES_AGAIN`` x is
     mixed once more, and what is passed is the state it was added to, if there is one."""
-    D: tl.constexpr = H * DH
     S: tl.constexpr = len(p_sources)
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
     o_one = tl.zeros([1, 1, 1], tl.int32)
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
         b_w = blocks.load_row(p_norm_weight, places)
@@ -238,9 +229,7 @@ def resident_backward_kernel(
             b_alpha = tl.where(m_h, tl.exp(b_logit - b_lse), 0.0)
             alphas, logits = alphas + (b_alpha,), logits + (b_logit,)
         if MIXES_AGAIN:
-            b_mix = blocks.zeros(b_q)
-            if p_x is not None:
-                b_mix = blocks.widen(b_x)
+            b_mix = blocks.zeros(b_q) if p_x is None else blocks.widen(b_x)
             for n in tl.static_range(S):
                 b_weight = blocks.offset_weight(alphas[n], count, OFFSET)
                 b_mix = blocks.axpy(b_weight, blocks.widen(rows[n]), b_mix)
@@ -269,18 +258,10 @@ def resident_backward_kernel(
             b_dx = blocks.widen(b_grad)
         b_dx = blocks.times(b_dx, scale)
         if p_dstate is not None:
-            if p_grad_state is not None:
-                b_dstate = blocks.narrow(blocks.plus(b_dx, blocks.widen(b_dstate)), DTYPE)
-            else:
-                b_dstate = blocks.narrow(b_dx, DTYPE)
+            b_sum = b_dx if p_grad_state is None else blocks.plus(b_dx, blocks.widen(b_dstate))
+            b_dstate = blocks.narrow(b_sum, DTYPE)
             blocks.store_row(p_dstate + o_row, b_dstate, places)
-        us = ()
-        for n in tl.static_range(0, S - 3, 4):
-            us = us + blocks.sum_columns(blocks.products(rows[n : n + 4], b_dx))
-        if S % 4 >= 2:
-            us = us + blocks.sum_columns(blocks.products(rows[S // 4 * 4 : S // 4 * 4 + 2], b_dx))
-        if S % 2 == 1:
-            us = us + (blocks.dot_tiles(blocks.again(rows[S - 1]), b_dx),)
+        us = blocks.dots(rows, b_dx)
         b_delta = tl.zeros([1, HB, 1], tl.float32)
         if p_prior is not None:
             b_prior_u = blocks.dot_tiles(blocks.again(b_prior), b_dx)
@@ -288,10 +269,7 @@ def resident_backward_kernel(
         for n in tl.static_range(S):
             b_delta += alphas[n] * us[n]
         for n in tl.static_range(S):
-            if NORMS > 1:
-                b_rstd = tl.load(p_stat + (S + n) * H + o_h, m_h, 0.0)
-            else:
-                b_rstd = tl.load(p_stat + S * H + n + o_one)
+            b_rstd = tl.load(p_stat + S * H + n * NORMS + o_norm, o_norm < NORMS, 0.0)
             b_ds = alphas[n] * (us[n] - b_delta)
             if S == 1 and p_prior is None:
                 b_ds = b_ds * 0.0  # a single source has weight 1 and no gradient through it

@@ -21,6 +21,7 @@ A launch of meta tensors compiles the kernel and launches nothing; see
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +64,16 @@ def aligned(tensor: Tensor) -> Tensor:
     """Contiguous and 16-byte aligned, copied only if it is not."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+_SAME_DEVICE = contextlib.nullcontext()
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """For launches that are Triton's own: its driver's device is the tensor's."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _SAME_DEVICE
+    return torch.cuda.device(tensor.device)
 
 
 def _is_watched() -> bool:
