@@ -61,13 +61,27 @@ class Mix(NamedTuple):
         """What is no tensor."""
         return self[1 + NUM_TENSORS :]
 
-    # as _replace does, at a tenth of its time
+    def keeping(self, needs_grad: bool, returns_x: bool) -> Mix:
+        """With what is kept for a backward in one kernel.
 
-    def with_query(self, query: Tensor) -> Mix:
-        return Mix._make((self.sources, query, *self[2:]))
+        Where both directions hold all sources, the gradient of a norm does without x: it takes it
+        from y, which the sublayer keeps anyway, or mixes again where that needs no state; neither
+        costs traffic. fp16 has not the exponents for what a small gain leaves of x in y.
 
-    def keeping(self, *, low: bool, x: bool, y: bool) -> Mix:
-        return Mix._make((*self[:16], low, x, y))
+        Where they are streamed, delta is taken from x, to more bits than x is stored in: not where
+        x is more than the mix (a residual, or weights with an offset), nor in fp32, which is exact
+        enough as it is, and rare enough to be swept twice.
+        """
+        count, width, dtype = self.num_read, self.query.shape[0], self.dtype
+        rows = *self.sources, self.output, self.partial, self.residual, self.prior
+        keeps_x = returns_x or self.norm_weight is None
+        keeps_x = keeps_x or any(row is not None and row.dtype != dtype for row in rows)
+        keeps_x = keeps_x or not fits(count, width, dtype.itemsize)
+        keeps_y = not keeps_x and self.residual is not None and dtype != torch.float16
+        itemsize = (self.sources[0] if self.sources else self.example).element_size()
+        keeps_low = keeps_x and count > 0 and self.residual is None and not self.offset
+        keeps_low = keeps_low and itemsize != 4 and not fits(count, width, itemsize)
+        return Mix._make((*self[:16], needs_grad and keeps_low, keeps_x, needs_grad and keeps_y))
 
     def dtypes(self) -> Mix:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
@@ -127,11 +141,6 @@ class Mixed(NamedTuple):
     state: Tensor | None
     last: Tensor | None
     low: Tensor | None
-
-    @classmethod
-    def named(cls, mix: Mix, stats: Tensor, others: Sequence[Tensor]) -> Mixed:
-        made = iter(others)
-        return cls(stats, *[next(made) if is_there else None for is_there in mix.results])
 
 
 class MixBackward(NamedTuple):
@@ -382,30 +391,3 @@ def most_that_fit(width: int, itemsize: int) -> int:
 def fits(rows: int, width: int, itemsize: int) -> bool:
     """Whether so many rows of a token fit one program, and are better off there."""
     return 0 < rows <= most_that_fit(width, itemsize)
-
-
-def keeps_low_bits(mix: Mix) -> bool:
-    """Whether backward will take delta from x, and so needs x to more bits than it is stored in.
-
-    Where a token's rows fit in registers delta costs nothing, and where x is more than the mix
-    (a residual, or weights with an offset) it cannot be had from x. In fp32 x is exact enough as
-    it is, and rare enough to be swept twice.
-    """
-    if not mix.num_read or mix.residual is not None or mix.offset:
-        return False
-    itemsize = (mix.sources[0] if mix.sources else mix.example).element_size()
-    return itemsize != 4 and not fits(mix.num_read, mix.query.shape[0], itemsize)
-
-
-def does_without_x(mix: Mix) -> bool:
-    """Whether the gradient of a boundary's norm can do without x, because both directions hold all
-    of its sources: then backward takes it from y or mixes again, which costs no traffic."""
-    rows = *mix.sources, mix.output, mix.partial, mix.residual, mix.prior
-    alike = all(row is None or row.dtype == mix.dtype for row in rows)
-    return alike and fits(mix.num_read, mix.query.shape[0], mix.dtype.itemsize)
-
-
-def from_y(mix: Mix) -> bool:
-    """Whether that is y: the sublayer keeps it anyway, and nobody the state that mixing again would
-    need. fp16 has not the exponents for what a small gain leaves of x."""
-    return mix.residual is not None and mix.dtype != torch.float16

@@ -170,12 +170,12 @@ def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
-    """Sums over columns of two or four tiles with one exchange between warps.
+    """Sums over columns of one, two or four tiles with one exchange between warps.
 
     The interpreter runs such reductions one element at a time, so it takes them apart.
     """
-    if not GPU:
-        sums = tuple([tl.sum(b, 2, keep_dims=True) for b in tiles])
+    if len(tiles) == 1 or not GPU:
+        sums = [tl.sum(b, 2, keep_dims=True) for b in tiles]
     elif len(tiles) == 2:
         sums = tl.reduce(tiles, 2, _add_pairs, keep_dims=True)
     else:
@@ -184,39 +184,23 @@ def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
 
 
 @triton.jit
-def square_and_dot(s, q):
-    """s^2 and s q, before the sums over columns."""
-    return product(s, s), product(s, q)
-
-
-@triton.jit
 def squares_and_dots(rows, q):
-    """sum s^2 and sum s q over columns, [1, HB, 1] each, of every row."""
-    S: tl.constexpr = len(rows)
-    squares, dots = (), ()
-    for n in tl.static_range(0, S - 1, 2):
-        both = square_and_dot(rows[n], q) + square_and_dot(rows[n + 1], q)
-        s0, d0, s1, d1 = sum_columns(both)
-        squares, dots = squares + (s0, s1), dots + (d0, d1)
-    if S % 2 == 1:
-        s0, d0 = sum_columns(square_and_dot(rows[S - 1], q))
-        squares, dots = squares + (s0,), dots + (d0,)
-    return squares, dots
+    """sum s^2 and sum s q over columns, [BS, HB, 1] each, of every row (or block of rows) in turn;
+    those of two rows with one exchange."""
+    FIRST: tl.constexpr = 2 if len(rows) > 1 else 1
+    tiles = ()
+    for n in tl.static_range(FIRST):
+        tiles = tiles + (product(rows[n], rows[n]), product(rows[n], q))
+    sums = sum_columns(tiles)
+    return sums + squares_and_dots(rows[FIRST:], q) if len(rows) > FIRST else sums
 
 
 @triton.jit
 def dots(rows, b):
     """Dot products [1, HB, 1] of every held row and a wide one."""
-    S: tl.constexpr = len(rows)
-    FOURS: tl.constexpr = S // 4 * 4
-    sums = ()
-    for n in tl.static_range(0, FOURS, 4):
-        sums = sums + sum_columns([product(again(row), b) for row in rows[n : n + 4]])
-    if S % 4 >= 2:
-        sums = sums + sum_columns([product(again(row), b) for row in rows[FOURS : FOURS + 2]])
-    if S % 2 == 1:
-        sums = sums + (dot_tiles(again(rows[S - 1]), b),)
-    return sums
+    FIRST: tl.constexpr = 4 if len(rows) > 3 else 2 if len(rows) > 1 else 1
+    sums = sum_columns([product(again(row), b) for row in rows[:FIRST]])
+    return sums + dots(rows[FIRST:], b) if len(rows) > FIRST else sums
 
 
 @triton.jit

@@ -1,5 +1,5 @@
-"""Tiles, launch settings, and the small kernels around the others: tables of addresses, and sums of
-the rows that every program left."""
+"""Tiles and launch settings, whose reasons are in docs/kernels.md, and the small kernels around the
+others: tables of addresses, and sums of the rows that every program left."""
 
 from __future__ import annotations
 
@@ -48,12 +48,8 @@ def tiles(width: int, heads: int) -> Tiles:
     slice_width, rows = width // heads, triton.next_power_of_2(heads)
     single = triton.next_power_of_2(slice_width)
     least = min(single, NARROWEST // min(rows, NARROWEST))
-    options = [(single, 1)]
-    for count in range(2, 9):
-        columns = triton.next_power_of_2(-(-slice_width // count))
-        if columns >= least:
-            options.append((columns * count, count))
-    lanes, count = min(options)
+    columns = {count: triton.next_power_of_2(-(-slice_width // count)) for count in range(1, 9)}
+    lanes, count = min((c * count, count) for count, c in columns.items() if c >= least)
     return Tiles(rows, lanes // count, count)
 
 
@@ -62,15 +58,9 @@ WIDEST = 4096
 
 @cache
 def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
-    """Of a kernel that holds its rows: one tile where at most a quarter of it is padding, else
-    three, which is at most that; padded lanes cost registers and instructions, no memory traffic. A
-    tile of 4096 takes all warps, and no second program has its turn while one waits: 3 sources of
-    2880 reach the copy speed as 3 x 1024 (widths_h200.json), and so 3072, untimed, are three, too.
-
-    Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
-    copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
-    no registers to waste.
-    """
+    """Of a kernel that holds its rows: one tile where at most a quarter of it is padding (of 4096
+    lanes, less), else three. Beyond 4096 lanes two tiles are as one, but not where a kernel
+    ``holds_more`` than its sources and has no registers to waste."""
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
     most = width * 4 // 3 - (single * rows == WIDEST)
     if single * rows <= WIDEST and (single * rows <= most or width <= NARROWEST):
@@ -85,14 +75,8 @@ def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
 
 
 def backward_tiles(width: int, heads: int, num_sources: int, holds_more: bool) -> Tiles:
-    """As :func:`resident_tiles`, but one tile, however padded, over 6 to 9 sources.
-
-    It counts for more that a thread reads 16 bytes of a tile at once: backward holds so much of
-    them that three tiles would need twice the warps, whose threads read half as much. 9 sources of
-    2304 reach 0.90 of the copy speed as 1 x 4096 and 0.74 as 3 x 1024, of 1152 0.91 as 1 x 2048 and
-    0.79 as 3 x 512. Fewer sources leave the registers for three, more have none to waste
-    (tune_h200_widths.json).
-    """
+    """As :func:`resident_tiles`, but one tile, however padded, over 6 to 9 sources: three would
+    need twice the warps, whose threads read half as much at once."""
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
     if 6 <= num_sources <= PADDED_SOURCES and single * rows <= WIDEST:
         return Tiles(rows, single, 1)
@@ -139,9 +123,7 @@ def changed(launch: AnyLaunch, changes: Changes) -> AnyLaunch:
 def retiled(block: Tiles, width: int, heads: int, changes: Changes) -> Tiles:
     """``block``, or tiles of as many columns as are forced."""
     columns = dict(changes or ()).get("columns", 0)
-    if not columns:
-        return block
-    return Tiles(block.heads, columns, triton.cdiv(width // heads, columns))
+    return Tiles(block.heads, columns, -(-width // heads // columns)) if columns else block
 
 
 def warps_for(elements: int, per_thread: int) -> int:
@@ -159,15 +141,8 @@ def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
 
 
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
-    """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
-
-    Two sources at a time pay where they are many, or where one thread has 48 columns or more of a
-    row in several tiles. With fewer, one at a time leaves room for more programs: 9 sources of 5120
-    reach 0.94 of the copy speed so and 0.89 by twos, of 6656 0.85 and 0.88 (tune_h200_widths.json).
-
-    A program for every token reads the query anew; where that is long beside the sources, few
-    programs do better: 9 sources of 7168 take 632 us instead of 636 (tune_h200_streams.json).
-    """
+    """With few sources, as many stages as put nearly all of them on their way. Two at a time pay
+    where they are many, or where one thread has 48 columns or more of a row in several tiles."""
     warps = warps_for(block.elements, 32)
     pays = num_sources > 13 or (block.elements >= 48 * 32 * warps and num_sources > 1)
     at_once = 2 if block.count > 1 and pays else 1
@@ -210,12 +185,8 @@ def _resident_launch(
 
 
 def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) -> Launch:
-    """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
-
-    Timed on an H200 (bench/results/tune_h200_launches.json): 16 columns a thread and 8 warps to an
-    SM, at every width, and more where rows are few. More programs than fit an SM together take
-    turns, and the last turn is rarely full: 9 sources of 1024 took 150 us so, and take 103.
-    """
+    """``rows`` are read by each program and token, and those of the next two fetched meanwhile: 16
+    columns a thread and 8 warps to an SM, at every width, and more where rows are few."""
     warps = warps_for(block.elements, 16 if rows <= 10 else 8)
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
@@ -229,10 +200,9 @@ def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) 
 def resident_backward_launch(
     block: Tiles, width: int, num_sources: int, rows: int, itemsize: int, carried: bool
 ) -> Launch:
-    """Timed in the same runs: about 70 KB on their way to each SM, which is one program from a
-    width of 2048 on; fewer columns a thread than forward, since it holds more of them. Where more
-    than a quarter of a tile is padding they are as many, or whole warps would have nothing to do: 9
-    sources of 1152 reach 0.91 with 4 warps and 0.67 with 8 (tune_h200_widths.json)."""
+    """About 70 KB on their way to each SM, which is one program from a width of 2048 on; fewer
+    columns a thread than forward, since it holds more of them, but as many where more than a
+    quarter of a tile is padding, or whole warps would have nothing to do."""
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
     warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))

@@ -76,7 +76,7 @@ def mix_forward_kernel(
             m_n = (o_n < S)[:, None, None]
             p = blocks.pointers(p_sources, tl.minimum(o_n, S - 1), DTYPE)[:, None, None]
             b_s = blocks.hold(p + o_row, places, m_n, "evict_first")
-            b_square, b_dot = blocks.sum_columns(blocks.square_and_dot(b_s, b_q))
+            b_square, b_dot = blocks.squares_and_dots((b_s,), b_q)
             b_rstd = tl.rsqrt(blocks.over_norm_group(b_square, NORMS) / (D // NORMS) + eps)
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
             o_stat = o_n[:, None, None]

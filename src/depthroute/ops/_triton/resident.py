@@ -55,8 +55,7 @@ def resident_forward_kernel(
 ):
     """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
     ``least_gain``: what gains nearer to zero count as, which may be 0."""
-    LOADED: tl.constexpr = len(p_sources)
-    S: tl.constexpr = LOADED + 1 if READS_LAST else LOADED
+    S: tl.constexpr = len(p_sources) + 1 if READS_LAST else len(p_sources)
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
@@ -72,9 +71,7 @@ def resident_forward_kernel(
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         o_row = i_row * D
         p_stat = p_stats + i_row * K
-        rows = ()
-        for n in tl.static_range(LOADED):
-            rows = rows + (blocks.hold(p_sources[n] + o_row, places),)
+        rows = [blocks.hold(p_source + o_row, places) for p_source in p_sources]
         if p_prior is not None:
             b_prior = blocks.hold(p_prior + o_row, places)
         if p_residual is not None:
@@ -93,8 +90,8 @@ def resident_forward_kernel(
             else:
                 b_last = b_output
             if READS_LAST:
-                rows = rows + (b_last,)
-        squares, dots = blocks.squares_and_dots(rows, b_q)
+                rows = rows + [b_last]
+        sums = blocks.squares_and_dots(rows, b_q)
         b_top = tl.full([1, HB, 1], float("-inf"), tl.float32)
         count = S + 1 if p_prior is not None else S
         if p_prior is not None:
@@ -102,8 +99,8 @@ def resident_forward_kernel(
             b_top = b_prior_lse
         logits = ()
         for n in tl.static_range(S):
-            b_rstd = tl.rsqrt(blocks.over_norm_group(squares[n], NORMS) / (D // NORMS) + eps)
-            b_logit = dots[n] * b_rstd
+            b_rstd = tl.rsqrt(blocks.over_norm_group(sums[2 * n], NORMS) / (D // NORMS) + eps)
+            b_logit = sums[2 * n + 1] * b_rstd
             tl.store(p_stat + n * H + o_h, b_logit, m_h)
             tl.store(p_stat + S * H + n * NORMS + o_norm, b_rstd, o_norm < NORMS)
             b_top = tl.maximum(b_top, b_logit)
@@ -214,9 +211,7 @@ def resident_backward_kernel(
             b_grad = blocks.hold(p_grad + o_row, places)
         if p_grad_state is not None:
             b_dstate = blocks.hold(p_grad_state + o_row, places)
-        rows = ()
-        for n in tl.static_range(S):
-            rows = rows + (blocks.hold(p_sources[n] + o_row, places),)
+        rows = [blocks.hold(p_source + o_row, places) for p_source in p_sources]
         b_lse = tl.load(p_stat + S * (H + NORMS) + o_h, m_h, 0.0)
         count = S + 1 if p_prior is not None else S
         if p_prior is not None:
