@@ -96,7 +96,7 @@ def _spread(w: Tensor, width: int) -> Tensor:
     return w if w.shape[-1] == 1 else w.repeat_interleave(width // w.shape[-1], dim=-1)
 
 
-def _weights(logits: Tensor, offset: int, scale: float) -> Tensor:
+def used_weights(logits: Tensor, offset: int, scale: float) -> Tensor:
     """What multiplies each source, [S, N, H]."""
     if scale == 1.0 and offset >= 0:
         weights = torch.softmax(logits, 0)
@@ -176,27 +176,20 @@ def mix_forward(mix: Mix) -> MixResults:
     if sources:  # there may be a finished group with nothing newer
         _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix, sources, logits)
-    x = _weighted_sum(_weights(logits, mix.offset, scale), values, None)
+    x = weighted_sum(used_weights(logits, mix.offset, scale), values)
     if mix.residual is not None:
         x.add_(_rows(mix.residual), alpha=scale)
     return stats, [_as(x, mix.dtype).view(shape)]
 
 
-def _weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None) -> Tensor:
-    """``start`` and weights [S, ..., H] times values [..., D]."""
-    dtype = weights.dtype
-    weight, *others = _spread(weights, values[0].shape[-1]).unbind()
+def weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None = None) -> Tensor:
+    """``start`` and weights [S, ..., H] times values [..., D], unrounded."""
+    dtype, (weight, *others) = weights.dtype, _spread(weights, values[0].shape[-1]).unbind()
     first = _as(values[0], dtype)
     x = weight * first if start is None else torch.addcmul(start, weight, first)
     for weight, value in zip(others, values[1:], strict=True):
         x.addcmul_(weight, _as(value, dtype))
     return x
-
-
-def weighted(logits: Tensor, values: Sequence[Tensor], offset: int, scale: float) -> list[Tensor]:
-    """The mixes [..., D] of every read, unrounded, by logits [S, G, ..., H]."""
-    weights = _weights(logits, offset, scale)
-    return [_weighted_sum(of_read, values, None) for of_read in weights.unbind(1)]
 
 
 @_unrounded
@@ -226,7 +219,10 @@ def mix_backward(back: MixBackward) -> MixGradients:
     factors = (_spread(t, width).unbind() for t in (weights, through, pull))
     of_sources = zip(values, through.unbind(), *factors, strict=True)
     for s, of_query, weight, to_query, to_source in of_sources:
-        _add_query_gradient(dquery, of_query, s, heads)
+        if heads == 1:
+            dquery.addmv_(s.t(), of_query.squeeze(-1))
+        else:
+            dquery += torch.einsum("nh,nhd->hd", of_query, s.unflatten(-1, (heads, -1))).flatten()
         out = (weight * dx).addcmul_(to_query, query).addcmul_(to_source, s)
         dsources.append(_as(out, source_dtype).view(shape))
     return dsources, dquery.unsqueeze(0), others
@@ -263,7 +259,7 @@ def weighted_gradients(
     dvalues = []
     for value, of_value, more in zip(values, weights.unbind(), carried, strict=True):
         start = None if more is None else _as(more, dtype)
-        dvalues.append(_as(_weighted_sum(of_value, grads, start), value.dtype))
+        dvalues.append(_as(weighted_sum(of_value, grads, start), value.dtype))
     return dvalues, dlogits
 
 
@@ -309,15 +305,6 @@ def _through_norm(
     if parts != pull.shape[-1]:
         pull = pull.sum(-1, keepdim=True)
     return through, pull.mul_(rstd).mul_(-parts / width)
-
-
-def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) -> None:
-    """dq += sum over tokens of ds_n khat_n."""
-    if heads == 1:
-        dquery.addmv_(s.t(), through.squeeze(-1))
-    else:
-        grouped = torch.einsum("nh,nhd->hd", through, s.unflatten(-1, (heads, -1)))
-        dquery.add_(grouped.reshape(-1))
 
 
 @_unrounded

@@ -310,10 +310,9 @@ class Options(NamedTuple):
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6
     prior: Tensor | None = None
-    """An output of :func:`~depthroute.ops.depth_mix_group`, which the sources come after."""
+    """With prior_lse an output of :func:`~depthroute.ops.depth_mix_group`, before the sources."""
     prior_lse: Tensor | None = None
     reads_last: bool = False
-    """Whether the sum of the block that the output goes to is a source too, the last."""
 
 
 def depth_boundary(
@@ -383,18 +382,15 @@ def depth_mix(
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
     0.5
     """
-    made = depth_boundary(
-        *(None, sources, query, key_weight, residual, None, eps, heads, backend),
-        **(options | {"hands_on": False}),
-    )
-    results = [made.x] if made.y is None else [made.x, made.y]
-    if return_weights:
-        head_norm = options.get("head_norm", "full")
-        logits = reference.depth_logits(
-            sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
-        )
-        results.append(torch.softmax(logits, dim=0))
-    return results[0] if len(results) == 1 else tuple(results)
+    given = sources, query, key_weight
+    options |= {"hands_on": False}
+    mixed, _ = depth_mix_carried(*given, residual, eps, heads, backend, **options)
+    if not return_weights:
+        return mixed
+    head_norm = options.get("head_norm", "full")
+    logits = reference.depth_logits(*given, eps=eps, heads=heads, head_norm=head_norm)
+    results = mixed if isinstance(mixed, tuple) else (mixed,)
+    return *results, torch.softmax(logits, dim=0)
 
 
 def depth_mix_merge(

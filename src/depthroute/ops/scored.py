@@ -1,10 +1,8 @@
 """The torch backend's depth mix in two halves, for a stream that knows the queries ahead.
 
-A source is scored once for every read to come (:func:`score`), normed once and while it is at
-hand. Reads that see the same sources are then mixed together (:func:`scored_mix`), each source
-fetched once for all of them in both directions, where a mix on its own fetches it three times; and
-sources are handed on (:mod:`depthroute.ops.mix`). Run eagerly alone: a compiler fuses the
-definition.
+A source is scored once for every read to come. Reads that see the same sources are then mixed
+together, each source fetched once for all of them in both directions, where a mix on its own
+fetches it three times. Run eagerly alone: a compiler fuses the definition.
 """
 
 from __future__ import annotations
@@ -67,7 +65,8 @@ class ScoredMix(torch.autograd.Function):
     def forward(ctx, offset, scale, *rest):
         count = len(rest) // 2
         logits, sources = torch.stack(rest[:count]), rest[count:]
-        mixes = _torch.weighted(logits, sources, offset, scale)
+        weights = _torch.used_weights(logits, offset, scale)
+        mixes = [_torch.weighted_sum(of_read, sources) for of_read in weights.unbind(1)]
         ctx.save_for_backward(logits, *sources)
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.scale = offset, scale

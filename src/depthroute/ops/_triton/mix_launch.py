@@ -3,9 +3,9 @@
 Few sources go to the kernels that hold them in registers (``resident``), many to those that stream
 them (``mix``). The streaming kernels know nothing of a sublayer's push: there it is done apart.
 
-A model calls these once a sublayer and direction, so every microsecond here is paid some hundred
-times a step. What depends on types, flags and widths alone is worked out once, in a plan. A plan is
-a function of its arguments and nothing else, so that its cache cannot confuse two kernels.
+Every microsecond here is paid some hundred times a step. What depends on types, flags and widths
+alone is worked out once, in a plan: a function of its arguments and nothing else, so that its cache
+cannot confuse two kernels.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ With few sources (block methods, or the newer sources of a two-phase group) a to
 program's registers. Every load is issued before the first result is needed, the softmax needs no
 rescaling, and backward knows delta exactly after one sweep: device memory sees each source once.
 
-These kernels are also the whole boundary between two sublayers, as ``Mix`` says it; what there is
-of it they see by the pointers that they are given. Backward returns dstate, and the gradient of
-``output``, which is dstate plus that of the last source. Query and norm-weight gradients are summed
-per program, written as one row each, and then over programs. What forward keeps of a token is a row
-of K numbers; see ``Mix.stats_width``.
+These kernels are also the whole boundary between two sublayers; what there is of it they see by the
+pointers that they are given. The gradient of ``output`` is dstate plus that of the last source.
+Query and norm-weight gradients are summed per program, written as one row each, and then over
+programs. What forward keeps of a token is a row of K numbers; see ``Mix.stats_width``.
 """
 
 from __future__ import annotations
@@ -77,18 +76,16 @@ def resident_forward_kernel(
         if p_residual is not None:
             b_state = blocks.hold(p_residual + o_row, places)
         if p_output is not None:
-            b_output = blocks.hold(p_output + o_row, places)
+            b_last = blocks.hold(p_output + o_row, places)
+            b_wide = blocks.widen(b_last)
             if p_partial is not None:
                 b_last = blocks.hold(p_partial + o_row, places)
-            b_wide = blocks.widen(b_output)
             if p_residual is not None:
                 b_state = blocks.narrow(blocks.plus(blocks.widen(b_state), b_wide), DTYPE)
                 blocks.store_row(p_state + o_row, b_state, places)
             if p_partial is not None:
                 b_last = blocks.narrow(blocks.plus(blocks.widen(b_last), b_wide), DTYPE)
                 blocks.store_row(p_last + o_row, b_last, places)
-            else:
-                b_last = b_output
             if READS_LAST:
                 rows = rows + [b_last]
         sums = blocks.squares_and_dots(rows, b_q)
@@ -188,8 +185,7 @@ def resident_backward_kernel(
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
         b_w = blocks.load_row(p_norm_weight, places)
-        if FROM_Y:
-            b_w = blocks.off_zero(b_w, least_gain)
+        b_w = blocks.off_zero(b_w, least_gain) if FROM_Y else b_w
     b_dq = blocks.zeros(b_q)
     b_dw = blocks.zeros(b_q)
     num_rows = (N - i_program + num_programs - 1) // num_programs
@@ -277,12 +273,10 @@ def resident_backward_kernel(
                 # fetched with the others, but read from shared memory only now: fewer registers
                 out = blocks.plus(out, blocks.load_row(p_carried[n] + o_row, places))
             blocks.store_row(p_dsources[n] + o_row, out, places)
-            if p_doutput is not None and READS_LAST and n == S - 1:
-                b_sum = blocks.plus(out, blocks.again(b_dstate))
-                blocks.store_row(p_doutput + o_row, b_sum, places)
-        if p_doutput is not None and not READS_LAST:
-            out = blocks.plus(blocks.load_row(p_grad_last + o_row, places), blocks.again(b_dstate))
-            blocks.store_row(p_doutput + o_row, out, places)
+        if p_doutput is not None:
+            b_last = out if READS_LAST else blocks.load_row(p_grad_last + o_row, places)
+            b_sum = blocks.plus(b_last, blocks.again(b_dstate))
+            blocks.store_row(p_doutput + o_row, b_sum, places)
         if p_prior is not None:
             b_weight = blocks.offset_weight(b_prior_alpha, count, OFFSET)
             blocks.store_row(p_dprior + o_row, blocks.times(b_dx, b_weight), places)
