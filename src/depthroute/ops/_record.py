@@ -78,17 +78,18 @@ class Mix(NamedTuple):
         keeps_x = keeps_x or any(row is not None and row.dtype != dtype for row in rows)
         keeps_x = keeps_x or not fits(count, width, dtype.itemsize)
         keeps_y = not keeps_x and self.residual is not None and dtype != torch.float16
-        itemsize = (self.sources[0] if self.sources else self.example).element_size()
-        keeps_low = keeps_x and count > 0 and self.residual is None and not self.offset
-        keeps_low = keeps_low and itemsize != 4 and not fits(count, width, itemsize)
-        return Mix._make((*self[:16], needs_grad and keeps_low, keeps_x, needs_grad and keeps_y))
+        keeps_low = needs_grad and count > 0 and self.residual is None and not self.offset
+        if keeps_low:
+            itemsize = (self.sources[0] if self.sources else self.example).element_size()
+            keeps_low = itemsize != 4 and not fits(count, width, itemsize)
+        return Mix._make((*self[:16], keeps_low, keeps_x, needs_grad and keeps_y))
 
-    def dtypes(self) -> Mix:
+    def dtypes(self) -> tuple[Any, ...]:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
-        dtypes = [None if t is None else t.dtype for t in self[1:8]]
-        reads_last, _, heads, slices, offset, _, _, *kept = self[8:]
+        sources, query, a, b, c, d, e, f, reads_last, _, heads, slices, offset, _, _, *kept = self
+        dtypes = [None if t is None else t.dtype for t in (query, a, b, c, d, e, f)]
         numbers = reads_last, 0.0, heads, slices, offset, 0.0, 0.0
-        return Mix._make((tuple(map(dtype_of, self.sources)), *dtypes, *numbers, *kept))
+        return tuple(map(dtype_of, sources)), *dtypes, *numbers, *kept
 
     @property
     def example(self) -> Tensor:
@@ -183,14 +184,14 @@ class MixBackward(NamedTuple):
         """All that are not in lists."""
         return self.grad, self.grad_state, self.grad_last, *self[6:13]
 
-    def dtypes(self) -> MixBackward:
+    def dtypes(self) -> tuple[Any, ...]:
         """As :meth:`Mix.dtypes`."""
         grad, state, last, *kept = [None if t is None else t.dtype for t in self.tensors]
         lists = self.grads_y, self.carried, self.sources
         terms, carried, sources = [tuple(map(dtype_of, tensors)) for tensors in lists]
         heads, slice_norm, offset, _, *flags = self[13:]
         settings = heads, slice_norm, offset, 0.0, *flags
-        return MixBackward._make((grad, terms, state, last, carried, sources, *kept, *settings))
+        return grad, terms, state, last, carried, sources, *kept, *settings
 
 
 def num_norms(record: Mix | MixBackward | Group | GroupBackward) -> int:

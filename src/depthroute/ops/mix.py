@@ -122,8 +122,11 @@ def most_fused(backend: str, example: Tensor) -> int:
 
 
 def _needs_grad(mix: Mix, key_weight: Tensor | None) -> bool:
-    given = *mix.sources, key_weight, *mix.tensors
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    if torch.is_grad_enabled():
+        for tensor in (*mix.sources, key_weight, *mix.tensors):
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def _folded(mix: Mix, key_weight: Tensor | None) -> Mix:

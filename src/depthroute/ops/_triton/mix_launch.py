@@ -73,8 +73,8 @@ Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."
 
 
 @cache
-def forward_plan(forced: layout.Changes, width: int, mix: Mix) -> Plan:
-    """``mix`` by its dtypes."""
+def forward_plan(forced: layout.Changes, width: int, dtypes: tuple[Any, ...]) -> Plan:
+    mix = Mix._make(dtypes)
     sources: Any = mix.sources
     rows = [*sources, mix.output] if mix.reads_last else [*sources]
     rows += [dtype for dtype in (mix.residual, mix.prior, mix.partial) if dtype is not None]
@@ -133,8 +133,10 @@ def mix_forward(mix: Mix) -> MixResults:
 
 
 @cache
-def backward_plan(forced: layout.Changes, width: int, stats_width: int, back: MixBackward) -> Plan:
-    """``back`` by its dtypes."""
+def backward_plan(
+    forced: layout.Changes, width: int, stats_width: int, dtypes: tuple[Any, ...]
+) -> Plan:
+    back = MixBackward._make(dtypes)
     sources: Any = back.sources
     rows: list[Any] = [*sources, *back.carried, *back.grads_y]
     rows += [back.prior, back.grad, back.grad_state, back.grad_last]
