@@ -56,11 +56,6 @@ class Mix(NamedTuple):
         """All but the sources."""
         return self[1 : 1 + NUM_TENSORS]
 
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What is no tensor."""
-        return self[1 + NUM_TENSORS :]
-
     def keeping(self, needs_grad: bool, returns_x: bool) -> Mix:
         """With what is kept for a backward in one kernel.
 
@@ -179,14 +174,10 @@ class MixBackward(NamedTuple):
     state_dtype: torch.dtype | None
     """Of the residual's gradient, where it is not simply that of x."""
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that are not in lists."""
-        return self.grad, self.grad_state, self.grad_last, *self[6:13]
-
     def dtypes(self) -> tuple[Any, ...]:
         """As :meth:`Mix.dtypes`."""
-        grad, state, last, *kept = [None if t is None else t.dtype for t in self.tensors]
+        tensors = self.grad, self.grad_state, self.grad_last, *self[6:13]
+        grad, state, last, *kept = [None if t is None else t.dtype for t in tensors]
         lists = self.grads_y, self.carried, self.sources
         terms, carried, sources = [tuple(map(dtype_of, tensors)) for tensors in lists]
         heads, slice_norm, offset, _, *flags = self[13:]
@@ -372,12 +363,8 @@ PADDED_SOURCES, NARROW_SOURCES = 9, 13
 
 
 def most_that_fit(width: int, itemsize: int) -> int:
-    """Rows of a token that fit one program, and are better off there.
-
-    17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
-    (docs/negative-results.md). 13 of 1152 reached 0.71 in backward and 17 of 576 0.53
-    (widths_h200_first.json, both directions less forward).
-    """
+    """Rows of a token that fit one program, and are better off there: 17 rows of 2048 do fit, and
+    reached 0.78 of the copy speed; streamed they reach 0.89 (docs/negative-results.md)."""
     row = width * itemsize
     if WIDE_ROW < row <= PADDED_ROW:
         return 5

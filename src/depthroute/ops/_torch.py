@@ -55,7 +55,7 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _scores(
+def write_scores(
     sources: Sequence[Tensor], queries: Tensor, eps: float, rstd: Tensor, logits: Tensor
 ) -> None:
     """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, never copied.
@@ -174,7 +174,7 @@ def mix_forward(mix: Mix) -> MixResults:
     stats = query.new_empty(*shape[:-1], mix.num_scores)
     rstd, logits = _split(stats, len(sources), mix)
     if sources:  # there may be a finished group with nothing newer
-        _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
+        write_scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
     values, logits = _with_prior(mix, sources, logits)
     x = weighted_sum(used_weights(logits, mix.offset, scale), values)
     if mix.residual is not None:
@@ -206,7 +206,7 @@ def mix_backward(back: MixBackward) -> MixGradients:
     rstd, logits = _split(back.stats, len(sources), back)
     values, every = _with_prior(back, sources, logits)
     values = [_as(value, dtype) for value in values]
-    weights, dlogits = _weight_gradients([dx], every.unsqueeze(1), values, back.offset)
+    weights, dlogits = weight_gradients([dx], every.unsqueeze(1), values, back.offset)
     weights, dlogits = weights.squeeze(1), dlogits.squeeze(1)
     others = []
     if prior is not None and back.prior_lse is not None:
@@ -228,7 +228,7 @@ def mix_backward(back: MixBackward) -> MixGradients:
     return dsources, dquery.unsqueeze(0), others
 
 
-def _weight_gradients(
+def weight_gradients(
     grads: Sequence[Tensor], logits: Tensor, values: Sequence[Tensor], offset: int
 ) -> tuple[Tensor, Tensor]:
     """The weights, and the gradients of the logits [S, G, ..., H], of G reads."""
@@ -243,36 +243,6 @@ def _weight_gradients(
     if offset:
         alpha = alpha + (1.0 if offset > 0 else -1.0 / len(values))
     return alpha, dlogits
-
-
-def weighted_gradients(
-    grads: Sequence[Tensor],
-    logits: Tensor,
-    values: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-    offset: int,
-) -> tuple[list[Tensor], Tensor]:
-    """Of the values, what was ``carried`` added, and of the logits."""
-    dtype = logits.dtype
-    with unrounded(logits.device.type):
-        weights, dlogits = _weight_gradients(grads, logits, values, offset)
-    dvalues = []
-    for value, of_value, more in zip(values, weights.unbind(), carried, strict=True):
-        start = None if more is None else _as(more, dtype)
-        dvalues.append(_as(weighted_sum(of_value, grads, start), value.dtype))
-    return dvalues, dlogits
-
-
-def score(
-    source: Tensor, queries: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, Tensor]:
-    """1/rms [N, 1|H] of a source [..., D], and its logits [G, N, H] for queries [G, D]."""
-    rows = _rows(source)
-    rstd = queries.new_empty(1, rows.shape[0], heads if slice_norm else 1)
-    logits = queries.new_empty(1, queries.shape[0], rows.shape[0], heads)
-    with unrounded(source.device.type):
-        _scores([rows], queries, eps, rstd, logits)
-    return rstd[0], logits[0]
 
 
 def score_gradients(
@@ -299,8 +269,7 @@ def _through_norm(
 
     The sum runs over the heads that share a norm; a slice normalised on its own has D/H entries.
     """
-    through = dlogits * rstd
-    parts = rstd.shape[-1]
+    through, parts = dlogits * rstd, rstd.shape[-1]
     pull = through * logits
     if parts != pull.shape[-1]:
         pull = pull.sum(-1, keepdim=True)
@@ -314,7 +283,7 @@ def group_forward(group: _record.Group) -> _record.GroupResults:
     rstd = queries.new_empty(tokens, len(sources), num_norms(group))
     logits = queries.new_empty(tokens, len(sources), count, heads)
     room = _by_source(rstd, logits)
-    _scores(sources, queries, group.eps, *room)
+    write_scores(sources, queries, group.eps, *room)
     lse = torch.logsumexp(room[1], 0)
     out = queries.new_zeros(count, tokens, width)
     for n, source in enumerate(sources):

@@ -155,13 +155,12 @@ def _wanted(mix: Mix, made: Mixed, wants: Wants) -> tuple[Tensor | None, ...]:
 
 def _differentiable(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Any:
     """The results of :class:`DepthMix`."""
-    tensors = key_weight, *mix.tensors, *mix.sources
-    return applied(DepthMix, backend, wants, mix.settings, *tensors)
+    settings, tensors = mix[1 + NUM_TENSORS :], (key_weight, *mix.tensors, *mix.sources)
+    return applied(DepthMix, backend, wants, settings, *tensors)
 
 
 class DepthMix(torch.autograd.Function):
     """x, y, state, last and the sources again, of a mix's settings, its tensors and its sources.
-
     Folds the gain into the query, so that autograd does not have to."""
 
     @staticmethod

@@ -43,9 +43,12 @@ class Score(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, eps, heads, slice_norm, queries, gains, source):
-        q = folded(queries, gains, source.dtype)
-        rstd, logits = _torch.score(source, q, eps, heads, slice_norm)
-        ctx.save_for_backward(queries, gains, q, rstd, logits, source)
+        q, rows = folded(queries, gains, source.dtype), source.reshape(-1, source.shape[-1])
+        rstd = q.new_empty(1, len(rows), heads if slice_norm else 1)
+        logits = q.new_empty(1, len(q), len(rows), heads)
+        with _torch.unrounded(source.device.type):
+            _torch.write_scores([rows], q, eps, rstd, logits)
+        ctx.save_for_backward(queries, gains, q, rstd[0], logits[0], source)
         return logits.view(-1, *source.shape[:-1], heads)
 
     @staticmethod
@@ -85,7 +88,12 @@ class ScoredMix(torch.autograd.Function):
         grads = [torch.zeros_like(none) if grad is None else grad for grad in grads]
         if ctx.scale != 1.0:
             grads = [grad * ctx.scale for grad in grads]
-        dsources, dlogits = _torch.weighted_gradients(grads, logits, sources, carried, ctx.offset)
+        with _torch.unrounded(logits.device.type):
+            weights, dlogits = _torch.weight_gradients(grads, logits, sources, ctx.offset)
+        dsources = []
+        for source, of_source, more in zip(sources, weights.unbind(), carried, strict=True):
+            start = None if more is None else more.to(logits.dtype)
+            dsources.append(_torch.weighted_sum(of_source, grads, start).to(source.dtype))
         return None, None, *dlogits.unbind(), *dsources
 
 

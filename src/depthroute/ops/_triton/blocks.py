@@ -29,27 +29,21 @@ def pointers(p_table, o_n, DTYPE: tl.constexpr):
 def places_of_row(
     H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
 ):
-    """Of each of its tiles the offsets [1, HB, BC] into a row, and the mask of those it has."""
+    """Of each of its tiles the offsets [1, HB, BC] into a row and the mask of those it has."""
     DH: tl.constexpr = D // H
     o_h = tl.arange(0, HB)[None, :, None]
-    offsets, masks = (), ()
+    places = ()
     for j in tl.static_range(NT):
         o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        offsets = offsets + (o_h * DH + o_c,)
-        masks = masks + ((o_h < H) & (o_c < DH),)
-    return offsets, masks
+        places = places + ((o_h * DH + o_c, (o_h < H) & (o_c < DH)),)
+    return places
 
 
 @triton.jit
 def hold(p, places, m_n=True, POLICY: tl.constexpr = NO_POLICY):
     """The row at ``p``, as blocks [1, HB, BC] of the dtype it is stored in; or rows at ``p``
     [BS, 1, 1], as blocks [BS, HB, BC], of which ``m_n`` says which exist."""
-    offsets, masks = places
-    tiles = ()
-    for j in tl.static_range(len(offsets)):
-        b = tl.load(p + offsets[j], m_n & masks[j], 0, eviction_policy=POLICY)
-        tiles = tiles + (b,)
-    return tiles
+    return [tl.load(p + at[0], m_n & at[1], 0, eviction_policy=POLICY) for at in places]
 
 
 @triton.jit
@@ -61,9 +55,9 @@ def load_row(p, places):
 @triton.jit
 def store_row(p, tiles, places, m_n=True):
     """The inverse of :func:`hold`. An eviction policy made it slower."""
-    offsets, masks = places
     for j in tl.static_range(len(tiles)):
-        tl.store(p + offsets[j], tiles[j].to(p.dtype.element_ty), m_n & masks[j])
+        at = places[j]
+        tl.store(p + at[0], tiles[j].to(p.dtype.element_ty), m_n & at[1])
 
 
 @triton.jit

@@ -57,13 +57,18 @@ WIDEST = 4096
 
 
 @cache
-def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
+def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int = 0) -> Tiles:
     """Of a kernel that holds its rows: one tile where at most a quarter of it is padding (of 4096
     lanes, less), else three. Beyond 4096 lanes two tiles are as one, but not where a kernel
-    ``holds_more`` than its sources and has no registers to waste."""
+    ``holds_more`` than its sources and has no registers to waste.
+
+    In the backward of ``num_backward`` sources, 6 to 9, it is one, however padded: three would need
+    twice the warps, whose threads read half as much at once.
+    """
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
     most = width * 4 // 3 - (single * rows == WIDEST)
-    if single * rows <= WIDEST and (single * rows <= most or width <= NARROWEST):
+    is_one = 6 <= num_backward <= PADDED_SOURCES or width <= NARROWEST or single * rows <= most
+    if is_one and single * rows <= WIDEST:
         return Tiles(rows, single, 1)
     third = triton.next_power_of_2(-(-width // (3 * heads)))
     columns, count = (single, 1) if single < 3 * third else (third, 3)
@@ -72,15 +77,6 @@ def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
     while columns > WIDEST:
         columns, count = columns // 2, count * 2
     return Tiles(rows, columns, count)
-
-
-def backward_tiles(width: int, heads: int, num_sources: int, holds_more: bool) -> Tiles:
-    """As :func:`resident_tiles`, but one tile, however padded, over 6 to 9 sources: three would
-    need twice the warps, whose threads read half as much at once."""
-    rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
-    if 6 <= num_sources <= PADDED_SOURCES and single * rows <= WIDEST:
-        return Tiles(rows, single, 1)
-    return resident_tiles(width, heads, holds_more)
 
 
 @dataclass(frozen=True)

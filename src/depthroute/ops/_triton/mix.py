@@ -81,8 +81,7 @@ def mix_forward_kernel(
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
             o_stat = o_n[:, None, None]
             tl.store(p_stat + o_stat * H + o_h, b_logit, m_n & m_h)
-            m_norm = m_n & (o_norm < NORMS)
-            tl.store(p_stat + S * H + o_stat * NORMS + o_norm, b_rstd, m_norm)
+            tl.store(p_stat + S * H + o_stat * NORMS + o_norm, b_rstd, m_n & (o_norm < NORMS))
             b_logit = tl.where(m_n, b_logit, float("-inf"))
             b_new = tl.maximum(b_top, tl.max(b_logit, 0, keep_dims=True))
             b_keep = tl.exp(b_top - b_new)

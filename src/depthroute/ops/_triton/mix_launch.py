@@ -73,7 +73,7 @@ Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."
 
 
 @cache
-def forward_plan(forced: layout.Changes, width: int, dtypes: tuple[Any, ...]) -> Plan:
+def forward_plan(forced: layout.Changes, width: int, dtypes: tuple) -> Plan:
     mix = Mix._make(dtypes)
     sources: Any = mix.sources
     rows = [*sources, mix.output] if mix.reads_last else [*sources]
@@ -133,9 +133,7 @@ def mix_forward(mix: Mix) -> MixResults:
 
 
 @cache
-def backward_plan(
-    forced: layout.Changes, width: int, stats_width: int, dtypes: tuple[Any, ...]
-) -> Plan:
+def backward_plan(forced: layout.Changes, width: int, stats_width: int, dtypes: tuple) -> Plan:
     back = MixBackward._make(dtypes)
     sources: Any = back.sources
     rows: list[Any] = [*sources, *back.carried, *back.grads_y]
@@ -147,7 +145,7 @@ def backward_plan(
     constants: dict[str, Any] = {"DTYPE": layout.DTYPES[sources[0] if sources else back.query]}
     if is_alike and _record.fits(count, width, first.itemsize):
         kernel, num_rows = resident_backward_kernel, len(rows) + (has_norm and back.x is not None)
-        block = layout.backward_tiles(width, heads, count, has_norm or has_carried)
+        block = layout.resident_tiles(width, heads, has_norm or has_carried, count)
         block = layout.retiled(block, width, heads, forced)
         launch = layout.resident_backward_launch(
             block, width, count, num_rows, first.itemsize, has_carried

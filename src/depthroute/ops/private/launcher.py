@@ -235,7 +235,7 @@ class Prepared:
             IS_KNOWN
             and is_aligned
             and not devices
-            and max(0, *numbers) <= MAX_INT32
+            and (not numbers or max(numbers) <= MAX_INT32)
             and not _is_watched()
         )
         compiled = self._compiled.get(index) if is_usual else None
