@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from depthroute.ops import _record
 from depthroute.ops._record import Mix, MixBackward, MixGradients, MixResults, num_norms
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -40,14 +40,14 @@ def unrounded(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext()
 
 
-def _unrounded(function: F) -> F:
+def _unrounded(function: Callable[[Any], T]) -> Callable[[Any], T]:
     @wraps(function)
-    def run(record: Any) -> Any:
+    def run(record: Any) -> T:
         query = record.queries if hasattr(record, "queries") else record.query
         with unrounded("cpu" if query.is_cpu else query.device.type):
             return function(record)
 
-    return cast(F, run)
+    return run
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -200,9 +200,8 @@ def mix_backward(back: MixBackward) -> MixGradients:
     assert back.grad is not None
     query, heads, prior, shape = back.query, back.heads, back.prior, back.grad.shape
     dtype, width = query.dtype, shape[-1]
-    dx = _as(_rows(back.grad), dtype)
+    dx, sources = _as(_rows(back.grad), dtype), [_rows(s) for s in back.sources]
     dx = dx if back.scale == 1.0 else dx * back.scale
-    sources = [_rows(s) for s in back.sources]
     rstd, logits = _split(back.stats, len(sources), back)
     values, every = _with_prior(back, sources, logits)
     values = [_as(value, dtype) for value in values]

@@ -56,19 +56,15 @@ class Wants(NamedTuple):
     """A residual that nothing is pushed onto, like a source."""
 
 
-ALONE = Wants(returns_last=False, hands_on=False)
-
-
 class Boundary(NamedTuple):
-    """The results; of x, y and last, those that were wanted."""
+    """The results: of x, y and last those that were wanted, and the sources to hand on. Without an
+    output, the state is the residual."""
 
     x: Tensor | None
     y: Tensor | None
     state: Tensor | None
-    """Without an output, the residual."""
     last: Tensor | None
     sources: list[Tensor]
-    """The sources to hand on."""
 
 
 def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
@@ -103,7 +99,8 @@ def _mixed(mix: Mix, key_weight: Tensor | None, backend: str) -> Tensor:
     if backend == "reference":
         return _by_definition(mix, key_weight)
     if _needs_grad(mix, key_weight):
-        return _differentiable(mix, key_weight, ALONE, backend)[0]
+        wants = Wants(returns_last=False, hands_on=False)
+        return _differentiable(mix, key_weight, wants, backend)[0]
     mix = _folded(mix, key_weight)
     if torch.compiler.is_compiling():  # it fuses the definition, and cannot see into an op
         return _by_definition(mix, None)
@@ -115,8 +112,7 @@ def _mixed(mix: Mix, key_weight: Tensor | None, backend: str) -> Tensor:
 
 
 def most_fused(backend: str, example: Tensor) -> int:
-    """How many such sources a boundary may have that is one kernel, and so worth waiting for; 0
-    where none is."""
+    """Most such sources of a boundary that is one kernel, so worth waiting for; 0 where none is."""
     most = _record.most_that_fit(example.shape[-1], example.element_size())
     return most if backend == "triton" else 0
 
@@ -168,9 +164,22 @@ class DepthMix(torch.autograd.Function):
         tensors, sources = rest[: NUM_TENSORS - 1], list(rest[NUM_TENSORS - 1 :])
         mix = _folded(Mix(sources, query, *tensors, *settings), key_weight)
         made = _call(backend, mix)
-        _save(ctx, mix, made, query, key_weight)
+        ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
+        x = made.x if made.low is not None or made.y is not None else None
+        if mix.keeps_y:
+            x = made.y
+        elif ctx.mixes_again:
+            x = mix.residual if mix.output is None else made.state
+        kept = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, x, made.low, made.stats
+        last = mix.output if made.last is None else made.last
+        read = [*sources, last] if mix.reads_last else sources
+        ctx.save_for_backward(query, key_weight, *kept, *read)
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.hands_on
+        ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
+        ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
+        ctx.from_y, residual = mix.keeps_y, mix.residual
+        ctx.state_dtype = None if residual is None else residual.dtype
         handed = [s.view_as(s) for s in sources] if wants.hands_on else []
         return *_wanted(mix, made, wants), *handed
 
@@ -178,37 +187,18 @@ class DepthMix(torch.autograd.Function):
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_batched("depth_mix", ctx.backend, *grads)
         grad, grad_y, grad_state, grad_last, *carried = grads
-        if not ctx.hands_on:
-            carried = [None] * ctx.num_sources
+        carried = carried if ctx.hands_on else [None] * ctx.num_sources
         if grad is None and grad_y is None:  # nothing but a push
             doutput = _sum(grad_state, grad_last) if ctx.pushes else None
             dpartial = grad_last if ctx.has_partial else None
             pushed = grad_state, None, None, None, doutput, dpartial
             return None, None, None, None, None, *pushed, *carried
-        dsources, dweights, *rest = _gradients(ctx, grads[:4], carried)
+        dsources, dweights, *rest = _gradients(ctx, (*grads[:4], *carried))
         return None, None, None, *dweights, *rest, *dsources
 
 
-def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | None) -> None:
-    last = mix.output if made.last is None else made.last
-    ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
-    kept = made.x if made.low is not None or made.y is not None else None
-    if mix.keeps_y:
-        kept = made.y
-    elif ctx.mixes_again:
-        kept = mix.residual if mix.output is None else made.state
-    tensors = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, kept, made.low, made.stats
-    read = [*mix.sources, last] if mix.reads_last else mix.sources
-    ctx.save_for_backward(query, key_weight, *tensors, *read)
-    ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
-    ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
-    ctx.from_y, ctx.state_dtype = mix.keeps_y, None if mix.residual is None else mix.residual.dtype
-
-
-def _recorded(
-    ctx: Any, saved: Sequence[Any], grads: Sequence[Any], carried: list[Tensor | None]
-) -> MixBackward:
-    grad, grad_y, grad_state, grad_last = grads
+def _recorded(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> MixBackward:
+    grad, grad_y, grad_state, grad_last, *carried = grads
     query, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
     *_, reads_last = ctx.settings
     has_norm, has_state = grad_y is not None, ctx.state_dtype is not None
@@ -226,12 +216,11 @@ def _recorded(
     )
 
 
-def _gradients(ctx: Any, grads: Sequence[Any], carried: list[Tensor | None]) -> tuple[Any, ...]:
-    """Of the sources; of gain and query; and of residual, prior, prior_lse, norm weight, output and
-    partial."""
+def _gradients(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """Of sources; gain and query; residual, prior, prior_lse, norm weight, output and partial."""
     query, key_weight, *saved = ctx.saved_tensors
-    back = _recorded(ctx, saved, grads, carried)
-    grad, _, grad_state, dlast = grads
+    back = _recorded(ctx, saved, grads)
+    grad, _, grad_state, dlast, *_ = grads
     op = BACKWARD[ctx.backend]
     # where a graph of this is wanted, the op raises on every way back through it
     dsources, dweights, others = op.dispatched(*back) if torch.is_grad_enabled() else op(back)
@@ -377,8 +366,7 @@ def depth_mix(
     ``options`` are those of :class:`~depthroute.ops.mix.Options`: ``centered`` takes 1/S from every
     weight, ``adds_sources`` adds 1 to it, and with ``norm_weight`` [D] this returns ``x`` and
     ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm. With ``return_weights=True`` also returns
-    the softmax over depth, ``[S, ..., H]``. See :func:`depthroute.ops.reference.depth_mix` for the
-    definition.
+    the softmax over depth, ``[S, ..., H]``. The definition is ``reference.depth_mix``.
 
     >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
@@ -425,8 +413,7 @@ def depth_mix_carried(
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Any, list[Tensor]]:
-    """:func:`depth_mix` (or, with a ``prior``, :func:`depth_mix_merge`) and the sources to hand
-    on."""
+    """:func:`depth_mix` (with a ``prior``, :func:`depth_mix_merge`) and the sources to hand on."""
     made = depth_boundary(
         None, sources, query, key_weight, residual, None, eps, heads, backend, **options
     )

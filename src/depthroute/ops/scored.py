@@ -23,8 +23,7 @@ def score(
     source: Tensor, queries: Tensor, gains: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> Tensor:
     """The logits [G, ..., H] of ``source`` [..., D] for ``queries`` [G, D]."""
-    logits: Any = Score.apply(eps, heads, slice_norm, queries, gains, source)
-    return logits
+    return Score.apply(eps, heads, slice_norm, queries, gains, source)  # pyright: ignore
 
 
 def scored_mix(
@@ -55,8 +54,7 @@ class Score(torch.autograd.Function):
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse((grad,))
         queries, gains, q, rstd, logits, source = ctx.saved_tensors
-        dlogits = grad.reshape(logits.shape)
-        dsource, dq = _torch.score_gradients(source, q, rstd, logits, dlogits)
+        dsource, dq = _torch.score_gradients(source, q, rstd, logits, grad.reshape(logits.shape))
         dgains, dqueries = unfolded(dq, queries, gains)
         return None, None, None, dqueries, dgains, dsource.to(source.dtype).view_as(source)
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +21,6 @@ from depthroute.ops.private.launcher import Prepared
 INTERPRETED = interpreter.enable()
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-AnyLaunch = TypeVar("AnyLaunch")
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,9 @@ class Tiles:
 
 NARROWEST = 256
 """Elements of a tile that one warp reads as 16 bytes a thread, in 16-bit dtypes."""
+WIDEST = 4096
+SHARED_BYTES = 216 * 1024
+"""Of a Hopper SM's 227 KB, what rows on their way may take."""
 
 
 @cache
@@ -51,9 +53,6 @@ def tiles(width: int, heads: int) -> Tiles:
     columns = {count: triton.next_power_of_2(-(-slice_width // count)) for count in range(1, 9)}
     lanes, count = min((c * count, count) for count, c in columns.items() if c >= least)
     return Tiles(rows, lanes // count, count)
-
-
-WIDEST = 4096
 
 
 @cache
@@ -112,7 +111,7 @@ def forced(kernel: str, **fields: int) -> Iterator[None]:
         _forced[kernel] = before
 
 
-def changed(launch: AnyLaunch, changes: Changes) -> AnyLaunch:
+def changed(launch: Any, changes: Changes) -> Any:
     return replace(launch, **dict(changes)) if changes else launch
 
 
@@ -125,10 +124,6 @@ def retiled(block: Tiles, width: int, heads: int, changes: Changes) -> Tiles:
 def warps_for(elements: int, per_thread: int) -> int:
     wanted = max(1, elements // (32 * per_thread))
     return min(16, 1 << (wanted.bit_length() - 1))
-
-
-SHARED_BYTES = 216 * 1024
-"""Of a Hopper SM's 227 KB, what rows on their way may take."""
 
 
 def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
@@ -223,9 +218,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
     available = num_multiprocessors(device)
-    if available == 0:
-        return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
-    return min(tokens, launch.programs * available) if launch.programs else tokens
+    most = launch.programs * available or tokens
+    return min(tokens, most if available else 3)  # interpreted, 3: the second stage is tested
 
 
 @triton.jit

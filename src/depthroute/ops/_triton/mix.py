@@ -157,9 +157,10 @@ def mix_backward_kernel(
         p_stat = p_stats + i_row * K
         b_delta = tl.zeros([1, HB, 1], tl.float32)
         b_dx = blocks.zeros(b_q) if p_grad is None else blocks.load_row(p_grad + o_row, places)
+        if p_x is not None:
+            b_x = blocks.load_row(p_x + o_row, places)
         if p_norm_weight is not None:
             # y = x r w:  dx += r (gw - xhat mean(gw xhat)),  dw += gy xhat
-            b_x = blocks.load_row(p_x + o_row, places)
             b_gy = blocks.load_row(p_grad_y + o_row, places)
             b_w = blocks.load_row(p_norm_weight, places)
             b_r = tl.load(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32))
@@ -170,8 +171,6 @@ def mix_backward_kernel(
             b_dw = blocks.plus(b_dw, blocks.multiply(b_gy, b_xhat))
         if p_low is not None:
             # x = scale * mix, so the unscaled gradient times x is delta
-            if p_norm_weight is None:
-                b_x = blocks.load_row(p_x + o_row, places)
             x = blocks.with_low_bits(b_x, blocks.hold(p_low + o_row, places), p_x.dtype.element_ty)
             b_delta = blocks.dot_tiles(b_dx, x)
         b_dx = blocks.times(b_dx, scale)
@@ -208,8 +207,7 @@ def mix_backward_kernel(
             b_s = blocks.hold(p + o_row, places, m_n, "evict_first")
             o_stat = o_n[:, None, None]
             b_logit = tl.load(p_stat + o_stat * H + o_h, m_n & m_h, 0.0)
-            m_norm = m_n & (o_norm < NORMS)
-            b_rstd = tl.load(p_stat + S * H + o_stat * NORMS + o_norm, m_norm, 0.0)
+            b_rstd = tl.load(p_stat + S * H + o_stat * NORMS + o_norm, m_n & (o_norm < NORMS), 0.0)
             b_u = blocks.dot_tiles(b_s, b_dx)
             b_alpha = tl.where(m_n & m_h, tl.exp(b_logit - b_lse), 0.0)
             # a single source has weight 1 and no gradient: exactly none, whatever the rounding

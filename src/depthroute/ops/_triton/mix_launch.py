@@ -68,7 +68,6 @@ def _rows_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 VERY_FEW, FEW, FEW_ELEMENTS, WIDE = 3, 6, 6144, 4096
 """Where holding a token's sources beats streaming them in a plain forward: three or less, a few
 with few elements in all (5 of width 1024), or rows so wide that each takes several tiles.
-
 Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."""
 
 
@@ -116,8 +115,7 @@ def mix_forward(mix: Mix) -> MixResults:
         state, last = (None if t is None else t.contiguous() for t in (residual, last))
     stats = query.new_empty(*example.shape[:-1], plan.stats_width)
     results = stats, [t for t in (x, y, state, last, low) if t is not None]
-    tokens = rows.numel() // width
-    if not tokens:
+    if not (tokens := rows.numel() // width):
         return results
     programs = layout.num_programs(plan.launch, tokens, rows.device)
     read, fractions = (residual, prior, prior_lse, norm_weight), (mix.eps, mix.scale, mix.norm_eps)

@@ -60,7 +60,6 @@ def resident_forward_kernel(
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
-    o_one = tl.zeros([1, 1, 1], tl.int32)
     places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
@@ -130,7 +129,7 @@ def resident_forward_kernel(
         if p_norm_weight is not None:
             b_y, b_r = blocks.normed(blocks.again(b_held), b_w, D, norm_eps)
             blocks.store_row(p_y + o_row, b_y, places)
-            tl.store(p_stat + K - 1 + o_one, b_r)
+            tl.store(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32), b_r)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -180,7 +179,6 @@ def resident_backward_kernel(
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
-    o_one = tl.zeros([1, 1, 1], tl.int32)
     places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
@@ -202,7 +200,7 @@ def resident_backward_kernel(
                 b_gy = blocks.narrow(b_g, DTYPE)
             if p_x is not None:
                 b_x = blocks.hold(p_x + o_row, places)  # or the state, or y
-            b_r = tl.load(p_stat + K - 1 + o_one)
+            b_r = tl.load(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32))
         if p_grad is not None:
             b_grad = blocks.hold(p_grad + o_row, places)
         if p_grad_state is not None:

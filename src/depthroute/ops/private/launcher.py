@@ -114,6 +114,8 @@ def _in_turn(
     for tensor in tensors:
         places.append(-1 if tensor is None else end)
         end += tensor is not None
+    if len(places) == 1:  # of one alone, itemgetter makes no tuple
+        return lambda addresses: (addresses[places[0]],)
     return itemgetter(*places)
 
 
