@@ -200,7 +200,7 @@ class DepthMix(torch.autograd.Function):
 def _recorded(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> MixBackward:
     grad, grad_y, grad_state, grad_last, *carried = grads
     query, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
-    *_, reads_last = ctx.settings
+    heads, slice_norm, offset, scale, reads_last = ctx.settings
     has_norm, has_state = grad_y is not None, ctx.state_dtype is not None
     if reads_last:
         carried, grad_last = [*carried, grad_last], None
@@ -210,9 +210,9 @@ def _recorded(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> MixBackwa
     return MixBackward(
         *(grad, [grad_y] if has_norm else [], grad_state if writes_state else None, grad_last),
         *(gathered(carried, sources), sources, query, prior, prior_lse),
-        *(norm_weight if has_norm else None, x, low, stats, *ctx.settings),
-        *(writes_output, ctx.mixes_again and has_norm, ctx.from_y),
-        ctx.state_dtype if writes_state else None,
+        *(norm_weight if has_norm else None, x, low, stats),
+        *(heads, slice_norm, offset, scale, reads_last, writes_output),
+        *(ctx.mixes_again and has_norm, ctx.from_y, ctx.state_dtype if writes_state else None),
     )
 
 
