@@ -27,7 +27,7 @@ from depthroute.config import RoutingConfig
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.models.convert import from_config
-from depthroute.ops._triton import attention_launch, cross_entropy, layout, mix_launch, sums
+from depthroute.ops._triton import attention_launch, cross_entropy, layout, mix_launch
 from depthroute.ops.private import ahead, launcher
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
     not launcher.IS_KNOWN, reason="with this Triton nothing is compiled ahead"
 )
 PLANS = (
-    *(layout._fill_table, sums._sum_rows, cross_entropy._prepared, attention_launch.plan),
+    *(layout._fill_table, layout._sum_rows, cross_entropy._prepared, attention_launch.plan),
     *(mix_launch.forward_plan, mix_launch.backward_plan),
 )
 

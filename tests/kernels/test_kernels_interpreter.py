@@ -265,7 +265,7 @@ def test_double_precision_is_refused_and_auto_takes_torch():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("shape", [(1, 5), (127, 1, 96), (300, 2, 1000)])
 def test_rows_are_summed_over_programs(shape):
-    from depthroute.ops._triton.sums import sum_rows
+    from depthroute.ops._triton.layout import sum_rows
 
     rows = torch.randn(shape)
     torch.testing.assert_close(sum_rows(rows), rows.double().sum(0).float(), rtol=1e-5, atol=1e-5)

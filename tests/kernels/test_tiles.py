@@ -23,7 +23,7 @@ def resident(width, heads=1, more=False):
 
 def backward(width, count, rows=None, heads=1, carried=False):
     """Tiles and launch of a backward over so many sources."""
-    block = layout.backward_tiles(width, heads, count, carried)
+    block = layout.resident_tiles(width, heads, carried, count)
     rows = count + 1 if rows is None else rows
     return block, layout.resident_backward_launch(block, width, count, rows, 2, carried)
 
@@ -36,7 +36,7 @@ def test_tiles_cover_a_row_of_any_width(heads):
             layout.tiles(width, heads),
             resident(width, heads),
             resident(width, heads, True),
-            *(layout.backward_tiles(width, heads, count, False) for count in COUNTS),
+            *(layout.resident_tiles(width, heads, False, count) for count in COUNTS),
         ):
             assert block.heads >= heads and block.columns * block.count >= slice_width
             for n in (block.heads, block.columns):

@@ -244,7 +244,7 @@ def test_a_compiler_sees_into_a_mix_that_keeps_nothing_for_backward(case):
     given, graphs = mix_arguments(case), []
 
     def run(record):
-        return mix.boundary(record, None, mix.ALONE, "torch").x
+        return mix.boundary(record, None, mix.Wants(returns_last=False, hands_on=False), "torch").x
 
     def captured(graph, _):
         graphs.append(graph.code)

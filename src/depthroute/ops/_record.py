@@ -21,12 +21,8 @@ dtype_of: Callable[[Tensor], torch.dtype] = vars(torch._C.TensorBase)["dtype"]._
 
 
 class Mix(NamedTuple):
-    """The boundary between two sublayers; every part but the mix is optional. Tensors are [..., D].
-
-    state = residual + output           last = partial + output, or output where a block starts
-    x = scale * (state + depth mix of sources, and of last if reads_last)
-    y = RMSNorm(x) * norm_weight
-    """
+    """The boundary between two sublayers, as :func:`~depthroute.ops.depth_boundary` has it. Tensors
+    are [..., D]."""
 
     sources: list[Tensor]
     query: Tensor
@@ -60,25 +56,35 @@ class Mix(NamedTuple):
         """All but the sources."""
         return self[1 : 1 + NUM_TENSORS]
 
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What is no tensor."""
-        return self[1 + NUM_TENSORS :]
+    def keeping(self, needs_grad: bool, returns_x: bool) -> Mix:
+        """With what is kept for a backward in one kernel.
 
-    # as _replace does, at a tenth of its time
+        Where both directions hold all sources, the gradient of a norm does without x: it takes it
+        from y, which the sublayer keeps anyway, or mixes again where that needs no state; neither
+        costs traffic. fp16 has not the exponents for what a small gain leaves of x in y.
 
-    def with_query(self, query: Tensor) -> Mix:
-        return Mix._make((self.sources, query, *self[2:]))
+        Where they are streamed, delta is taken from x, to more bits than x is stored in: not where
+        x is more than the mix (a residual, or weights with an offset), nor in fp32, which is exact
+        enough as it is, and rare enough to be swept twice.
+        """
+        count, width, dtype = self.num_read, self.query.shape[0], self.dtype
+        rows = *self.sources, self.output, self.partial, self.residual, self.prior
+        keeps_x = returns_x or self.norm_weight is None
+        keeps_x = keeps_x or any(row is not None and row.dtype != dtype for row in rows)
+        keeps_x = keeps_x or not fits(count, width, dtype.itemsize)
+        keeps_y = not keeps_x and self.residual is not None and dtype != torch.float16
+        keeps_low = needs_grad and count > 0 and self.residual is None and not self.offset
+        if keeps_low:
+            itemsize = (self.sources[0] if self.sources else self.example).element_size()
+            keeps_low = itemsize != 4 and not fits(count, width, itemsize)
+        return Mix._make((*self[:16], keeps_low, keeps_x, needs_grad and keeps_y))
 
-    def keeping(self, *, low: bool, x: bool, y: bool) -> Mix:
-        return Mix._make((*self[:16], low, x, y))
-
-    def dtypes(self) -> Mix:
+    def dtypes(self) -> tuple[Any, ...]:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
         sources, query, a, b, c, d, e, f, reads_last, _, heads, slices, offset, _, _, *kept = self
-        dtypes = [None if t is None else t.dtype for t in (a, b, c, d, e, f)]
+        dtypes = [None if t is None else t.dtype for t in (query, a, b, c, d, e, f)]
         numbers = reads_last, 0.0, heads, slices, offset, 0.0, 0.0
-        return Mix._make((tuple(map(dtype_of, sources)), query.dtype, *dtypes, *numbers, *kept))
+        return tuple(map(dtype_of, sources)), *dtypes, *numbers, *kept
 
     @property
     def example(self) -> Tensor:
@@ -95,12 +101,19 @@ class Mix(NamedTuple):
     @property
     def num_scores(self) -> int:
         """Numbers that the torch backward needs of a token: S x H logits and S (or S x H) 1/rms."""
-        return self.num_read * (self.heads + (self.heads if self.slice_norm else 1))
+        return self.num_read * (self.heads + num_norms(self))
 
     @property
     def stats_width(self) -> int:
         """Numbers that the Triton backward does: also H log-sum-exps and a norm's 1/rms."""
         return self.num_scores + self.heads + (self.norm_weight is not None)
+
+    @property
+    def results(self) -> tuple[bool, ...]:
+        """Whether there are x, y, state, last and low bits, beside the statistics."""
+        pushes, has_norm = self.output is not None, self.norm_weight is not None
+        pushed = pushes and self.residual is not None, pushes and self.partial is not None
+        return self.keeps_x, has_norm, *pushed, self.keeps_low
 
     def pushed(self) -> tuple[Mix, Tensor | None]:
         """What is left to do when the output has been pushed; and last, unless it is the output."""
@@ -124,20 +137,6 @@ class Mixed(NamedTuple):
     state: Tensor | None
     last: Tensor | None
     low: Tensor | None
-
-    @classmethod
-    def named(cls, mix: Mix, stats: Tensor, others: Sequence[Tensor]) -> Mixed:
-        """``others`` are those that this mix has, in this order."""
-        made = iter(others)
-        pushes = mix.output is not None
-        return cls(
-            stats,
-            next(made) if mix.keeps_x else None,
-            next(made) if mix.norm_weight is not None else None,
-            next(made) if pushes and mix.residual is not None else None,
-            next(made) if pushes and mix.partial is not None else None,
-            next(made) if mix.keeps_low else None,
-        )
 
 
 class MixBackward(NamedTuple):
@@ -175,21 +174,20 @@ class MixBackward(NamedTuple):
     state_dtype: torch.dtype | None
     """Of the residual's gradient, where it is not simply that of x."""
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that are not in lists."""
-        return self.grad, self.grad_state, self.grad_last, *self[6:13]
-
-    def dtypes(self) -> MixBackward:
+    def dtypes(self) -> tuple[Any, ...]:
         """As :meth:`Mix.dtypes`."""
-        grad, grads_y, state, last, carried, sources, a, b, c, d, e, f, g, *settings = self
-        heads, slice_norm, offset, _, *flags = settings
-        grad, state, last, *dtypes = [
-            None if t is None else t.dtype for t in (grad, state, last, a, b, c, d, e, f, g)
-        ]
-        terms, carried = tuple(map(dtype_of, grads_y)), tuple(map(dtype_of, carried))
-        first = grad, terms, state, last, carried, tuple(map(dtype_of, sources))
-        return MixBackward._make((*first, *dtypes, heads, slice_norm, offset, 0.0, *flags))
+        tensors = self.grad, self.grad_state, self.grad_last, *self[6:13]
+        grad, state, last, *kept = [None if t is None else t.dtype for t in tensors]
+        lists = self.grads_y, self.carried, self.sources
+        terms, carried, sources = [tuple(map(dtype_of, tensors)) for tensors in lists]
+        heads, slice_norm, offset, _, *flags = self[13:]
+        settings = heads, slice_norm, offset, 0.0, *flags
+        return grad, terms, state, last, carried, sources, *kept, *settings
+
+
+def num_norms(record: Mix | MixBackward | Group | GroupBackward) -> int:
+    """Of a source and token."""
+    return record.heads if record.slice_norm else 1
 
 
 class Group(NamedTuple):
@@ -269,12 +267,8 @@ AttentionGradients = tuple[Tensor, list[Tensor], list[Tensor]]
 def fake_mix(*arguments) -> MixResults:
     mix = Mix(*arguments)
     x = mix.example.new_empty(mix.example.shape, dtype=mix.dtype)
-    wanted = mix.keeps_x, mix.norm_weight is not None
-    others = [x.new_empty(x.shape) for is_there in wanted if is_there]
-    if mix.output is not None:
-        others += [t.new_empty(t.shape) for t in (mix.residual, mix.partial) if t is not None]
-    if mix.keeps_low:
-        others.append(x.new_empty(x.shape, dtype=torch.int16))
+    like: Any = zip((x, x, mix.residual, mix.partial, x.short()), mix.results, strict=True)
+    others = [t.new_empty(t.shape) for t, is_there in like if is_there]
     return mix.query.new_empty(*x.shape[:-1], mix.num_scores), others
 
 
@@ -302,7 +296,7 @@ def fake_group(*arguments) -> GroupResults:
     return (
         queries.new_empty(count, tokens, width, dtype=group.dtype),
         queries.new_empty(count, tokens, group.heads),
-        queries.new_empty(tokens, num_sources, group.heads if group.slice_norm else 1),
+        queries.new_empty(tokens, num_sources, num_norms(group)),
         queries.new_empty(tokens, num_sources, count, group.heads),
     )
 
@@ -369,12 +363,8 @@ PADDED_SOURCES, NARROW_SOURCES = 9, 13
 
 
 def most_that_fit(width: int, itemsize: int) -> int:
-    """Rows of a token that fit one program, and are better off there.
-
-    17 rows of 2048 do fit, and reached 0.78 of the copy speed; streamed they reach 0.89
-    (docs/negative-results.md). 13 of 1152 reached 0.71 in backward and 17 of 576 0.53
-    (widths_h200_first.json, both directions less forward).
-    """
+    """Rows of a token that fit one program, and are better off there: 17 rows of 2048 do fit, and
+    reached 0.78 of the copy speed; streamed they reach 0.89 (docs/negative-results.md)."""
     row = width * itemsize
     if WIDE_ROW < row <= PADDED_ROW:
         return 5
@@ -389,30 +379,3 @@ def most_that_fit(width: int, itemsize: int) -> int:
 def fits(rows: int, width: int, itemsize: int) -> bool:
     """Whether so many rows of a token fit one program, and are better off there."""
     return 0 < rows <= most_that_fit(width, itemsize)
-
-
-def keeps_low_bits(mix: Mix) -> bool:
-    """Whether backward will take delta from x, and so needs x to more bits than it is stored in.
-
-    Where a token's rows fit in registers delta costs nothing, and where x is more than the mix
-    (a residual, or weights with an offset) it cannot be had from x. In fp32 x is exact enough as
-    it is, and rare enough to be swept twice.
-    """
-    if not mix.num_read or mix.residual is not None or mix.offset:
-        return False
-    itemsize = (mix.sources[0] if mix.sources else mix.example).element_size()
-    return itemsize != 4 and not fits(mix.num_read, mix.query.shape[0], itemsize)
-
-
-def does_without_x(mix: Mix) -> bool:
-    """Whether the gradient of a boundary's norm can do without x, because both directions hold all
-    of its sources: then backward takes it from y or mixes again, which costs no traffic."""
-    rows = *mix.sources, mix.output, mix.partial, mix.residual, mix.prior
-    alike = all(row is None or row.dtype == mix.dtype for row in rows)
-    return alike and fits(mix.num_read, mix.query.shape[0], mix.dtype.itemsize)
-
-
-def from_y(mix: Mix) -> bool:
-    """Whether that is y: the sublayer keeps it anyway, and nobody the state that mixing again would
-    need. fp16 has not the exponents for what a small gain leaves of x."""
-    return mix.residual is not None and mix.dtype != torch.float16

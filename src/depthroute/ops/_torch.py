@@ -11,25 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from depthroute.ops._record import (
-    AttentionBackward,
-    AttentionMix,
-    Group,
-    GroupBackward,
-    GroupGradients,
-    GroupResults,
-    Mix,
-    MixBackward,
-    MixGradients,
-    MixResults,
-)
+from depthroute.ops import _record
+from depthroute.ops._record import Mix, MixBackward, MixGradients, MixResults, num_norms
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -50,14 +40,14 @@ def unrounded(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if is_autocast(device) else nullcontext()
 
 
-def _unrounded(function: F) -> F:
+def _unrounded(function: Callable[[Any], T]) -> Callable[[Any], T]:
     @wraps(function)
-    def run(record: Any) -> Any:
+    def run(record: Any) -> T:
         query = record.queries if hasattr(record, "queries") else record.query
         with unrounded("cpu" if query.is_cpu else query.device.type):
             return function(record)
 
-    return cast(F, run)
+    return run
 
 
 def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,7 +55,7 @@ def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _scores(
+def write_scores(
     sources: Sequence[Tensor], queries: Tensor, eps: float, rstd: Tensor, logits: Tensor
 ) -> None:
     """Writes 1/rms [S, N, 1|H] and logits [S, G, N, H] of every source, never copied.
@@ -76,7 +66,7 @@ def _scores(
     width, dtype, parts, heads = *queries.shape[1:], queries.dtype, rstd.shape[-1], logits.shape[-1]
     sliced = queries.view(-1, heads, width // heads)
     for source, norm, dots in zip(sources, rstd.unbind(), logits.unbind(), strict=True):
-        s = source if source.dtype == dtype else source.to(dtype)
+        s = _as(source, dtype)
         if parts == 1:
             torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norm)
         else:
@@ -106,7 +96,7 @@ def _spread(w: Tensor, width: int) -> Tensor:
     return w if w.shape[-1] == 1 else w.repeat_interleave(width // w.shape[-1], dim=-1)
 
 
-def _weights(logits: Tensor, offset: int, scale: float) -> Tensor:
+def used_weights(logits: Tensor, offset: int, scale: float) -> Tensor:
     """What multiplies each source, [S, N, H]."""
     if scale == 1.0 and offset >= 0:
         weights = torch.softmax(logits, 0)
@@ -124,29 +114,23 @@ def _weights(logits: Tensor, offset: int, scale: float) -> Tensor:
     return weights
 
 
-def _parts(heads: int, slice_norm: bool) -> int:
-    """Norms of a source and token."""
-    return heads if slice_norm else 1
-
-
-def _split(stats: Tensor, count: int, parts: int, heads: int) -> tuple[Tensor, Tensor]:
+def _split(stats: Tensor, count: int, record: Mix | MixBackward) -> tuple[Tensor, Tensor]:
     """1/rms [S, N, 1|H] and logits [S, N, H], one after the other in the room of ``stats``."""
-    tokens = stats.shape[:-1].numel()
+    tokens, parts = stats.shape[:-1].numel(), num_norms(record)
     flat, end = stats.view(-1), count * tokens * parts
-    return flat[:end].view(count, tokens, parts), flat[end:].view(count, tokens, heads)
+    return flat[:end].view(count, tokens, parts), flat[end:].view(count, tokens, record.heads)
 
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _with_prior(
-    prior: Tensor | None, prior_lse: Tensor | None, sources: list[Tensor], logits: Tensor
-) -> tuple[list[Tensor], Tensor]:
+def _with_prior(record: Any, sources: list[Tensor], logits: Tensor) -> tuple[list[Tensor], Tensor]:
     """Everything that has a weight, and the logits."""
-    if prior is None or prior_lse is None:
+    if record.prior is None:
         return sources, logits
-    return [_rows(prior), *sources], torch.cat([_rows(prior_lse).unsqueeze(0), logits])
+    prior_lse = _rows(record.prior_lse).unsqueeze(0)
+    return [_rows(record.prior), *sources], torch.cat([prior_lse, logits])
 
 
 FEW_TOKENS, FEW_ELEMENTS = 16, 1 << 15
@@ -168,8 +152,7 @@ def few_forward(mix: Mix) -> Tensor:
     query, shape, dtype = mix.query, mix.sources[0].shape, mix.query.dtype
     count, width, scale = len(mix.sources), shape[-1], mix.scale
     rows = _as(torch.stack(mix.sources), dtype).view(-1, width)
-    norms = torch.linalg.vector_norm(rows, dim=-1)
-    rstd = norms.square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
+    rstd = torch.linalg.vector_norm(rows, dim=-1).square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
     weights = torch.softmax(torch.mv(rows, query).mul_(rstd).view(count, -1), 0)
     if scale != 1.0:  # divided, so that they are exactly 1 at zero queries when scale is S
         weights.div_(1.0 / scale)
@@ -186,34 +169,27 @@ def few_forward(mix: Mix) -> Tensor:
 
 @_unrounded
 def mix_forward(mix: Mix) -> MixResults:
-    query, heads, scale, shape = mix.query, mix.heads, mix.scale, mix.example.shape
+    query, scale, shape = mix.query, mix.scale, mix.example.shape
     sources = mix.sources if len(shape) == 2 else [_rows(s) for s in mix.sources]
     stats = query.new_empty(*shape[:-1], mix.num_scores)
-    rstd, logits = _split(stats, len(sources), _parts(heads, mix.slice_norm), heads)
+    rstd, logits = _split(stats, len(sources), mix)
     if sources:  # there may be a finished group with nothing newer
-        _scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
-    values, logits = _with_prior(mix.prior, mix.prior_lse, sources, logits)
-    x = _weighted_sum(_weights(logits, mix.offset, scale), values, None)
+        write_scores(sources, query.unsqueeze(0), mix.eps, rstd, logits.unsqueeze(1))
+    values, logits = _with_prior(mix, sources, logits)
+    x = weighted_sum(used_weights(logits, mix.offset, scale), values)
     if mix.residual is not None:
         x.add_(_rows(mix.residual), alpha=scale)
     return stats, [_as(x, mix.dtype).view(shape)]
 
 
-def _weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None) -> Tensor:
-    """``start`` and weights [S, ..., H] times values [..., D]."""
-    dtype = weights.dtype
-    weight, *others = _spread(weights, values[0].shape[-1]).unbind()
+def weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None = None) -> Tensor:
+    """``start`` and weights [S, ..., H] times values [..., D], unrounded."""
+    dtype, (weight, *others) = weights.dtype, _spread(weights, values[0].shape[-1]).unbind()
     first = _as(values[0], dtype)
     x = weight * first if start is None else torch.addcmul(start, weight, first)
     for weight, value in zip(others, values[1:], strict=True):
-        x.addcmul_(weight, value if value.dtype == dtype else value.to(dtype))
+        x.addcmul_(weight, _as(value, dtype))
     return x
-
-
-def weighted(logits: Tensor, values: Sequence[Tensor], offset: int, scale: float) -> list[Tensor]:
-    """The mixes [..., D] of every read, unrounded, by logits [S, G, ..., H]."""
-    weights = _weights(logits, offset, scale)
-    return [_weighted_sum(of_read, values, None) for of_read in weights.unbind(1)]
 
 
 @_unrounded
@@ -222,16 +198,14 @@ def mix_backward(back: MixBackward) -> MixGradients:
     dsource_n = alpha_n dx + ds_n r_n (q - khat_n logit_n / D);  dq = sum ds_n khat_n.
     """
     assert back.grad is not None
-    query, heads, prior = back.query, back.heads, back.prior
-    dtype, shape = query.dtype, back.grad.shape
-    dx, width = _as(_rows(back.grad), dtype), shape[-1]
-    if back.scale != 1.0:
-        dx = dx * back.scale
-    sources = [_rows(s) for s in back.sources]
-    rstd, logits = _split(back.stats, len(sources), _parts(heads, back.slice_norm), heads)
-    values, every = _with_prior(prior, back.prior_lse, sources, logits)
-    values = [value if value.dtype == dtype else value.to(dtype) for value in values]
-    weights, dlogits = _weight_gradients([dx], every.unsqueeze(1), values, back.offset)
+    query, heads, prior, shape = back.query, back.heads, back.prior, back.grad.shape
+    dtype, width = query.dtype, shape[-1]
+    dx, sources = _as(_rows(back.grad), dtype), [_rows(s) for s in back.sources]
+    dx = dx if back.scale == 1.0 else dx * back.scale
+    rstd, logits = _split(back.stats, len(sources), back)
+    values, every = _with_prior(back, sources, logits)
+    values = [_as(value, dtype) for value in values]
+    weights, dlogits = weight_gradients([dx], every.unsqueeze(1), values, back.offset)
     weights, dlogits = weights.squeeze(1), dlogits.squeeze(1)
     others = []
     if prior is not None and back.prior_lse is not None:
@@ -242,24 +216,25 @@ def mix_backward(back: MixBackward) -> MixGradients:
     through, pull = _through_norm(dlogits, logits, rstd, width)
     dsources, source_dtype = [], sources[0].dtype if sources else dtype
     factors = (_spread(t, width).unbind() for t in (weights, through, pull))
-    for s, of_query, weight, to_query, to_source in zip(
-        values, through.unbind(), *factors, strict=True
-    ):
-        _add_query_gradient(dquery, of_query, s, heads)
+    of_sources = zip(values, through.unbind(), *factors, strict=True)
+    for s, of_query, weight, to_query, to_source in of_sources:
+        if heads == 1:
+            dquery.addmv_(s.t(), of_query.squeeze(-1))
+        else:
+            dquery += torch.einsum("nh,nhd->hd", of_query, s.unflatten(-1, (heads, -1))).flatten()
         out = (weight * dx).addcmul_(to_query, query).addcmul_(to_source, s)
-        out = out if dtype == source_dtype else out.to(source_dtype)
-        dsources.append(out if len(shape) == 2 else out.view(shape))
+        dsources.append(_as(out, source_dtype).view(shape))
     return dsources, dquery.unsqueeze(0), others
 
 
-def _weight_gradients(
+def weight_gradients(
     grads: Sequence[Tensor], logits: Tensor, values: Sequence[Tensor], offset: int
 ) -> tuple[Tensor, Tensor]:
     """The weights, and the gradients of the logits [S, G, ..., H], of G reads."""
     alpha = torch.softmax(logits, 0)  # exp(logit - lse) would lose digits where logits are large
     u, heads, dtype = torch.empty_like(alpha), logits.shape[-1], logits.dtype
     for value, dots in zip(values, u.unbind(), strict=True):
-        wide_value = value if value.dtype == dtype else value.to(dtype)
+        wide_value = _as(value, dtype)
         for dx, dot in zip(grads, dots.unbind(), strict=True):
             _pair_dot(dx, wide_value, heads, dot)
     of_weights = alpha * u
@@ -267,36 +242,6 @@ def _weight_gradients(
     if offset:
         alpha = alpha + (1.0 if offset > 0 else -1.0 / len(values))
     return alpha, dlogits
-
-
-def weighted_gradients(
-    grads: Sequence[Tensor],
-    logits: Tensor,
-    values: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-    offset: int,
-) -> tuple[list[Tensor], Tensor]:
-    """Of the values, what was ``carried`` added, and of the logits."""
-    dtype = logits.dtype
-    with unrounded(logits.device.type):
-        weights, dlogits = _weight_gradients(grads, logits, values, offset)
-    dvalues = []
-    for value, of_value, more in zip(values, weights.unbind(), carried, strict=True):
-        start = None if more is None else _as(more, dtype)
-        dvalues.append(_as(_weighted_sum(of_value, grads, start), value.dtype))
-    return dvalues, dlogits
-
-
-def score(
-    source: Tensor, queries: Tensor, eps: float, heads: int, slice_norm: bool
-) -> tuple[Tensor, Tensor]:
-    """1/rms [N, 1|H] of a source [..., D], and its logits [G, N, H] for queries [G, D]."""
-    rows = _rows(source)
-    rstd = queries.new_empty(1, rows.shape[0], _parts(heads, slice_norm))
-    logits = queries.new_empty(1, queries.shape[0], rows.shape[0], heads)
-    with unrounded(source.device.type):
-        _scores([rows], queries, eps, rstd, logits)
-    return rstd[0], logits[0]
 
 
 def score_gradients(
@@ -323,31 +268,21 @@ def _through_norm(
 
     The sum runs over the heads that share a norm; a slice normalised on its own has D/H entries.
     """
-    through = dlogits * rstd
-    parts = rstd.shape[-1]
+    through, parts = dlogits * rstd, rstd.shape[-1]
     pull = through * logits
     if parts != pull.shape[-1]:
         pull = pull.sum(-1, keepdim=True)
     return through, pull.mul_(rstd).mul_(-parts / width)
 
 
-def _add_query_gradient(dquery: Tensor, through: Tensor, s: Tensor, heads: int) -> None:
-    """dq += sum over tokens of ds_n khat_n."""
-    if heads == 1:
-        dquery.addmv_(s.t(), through.squeeze(-1))
-    else:
-        grouped = torch.einsum("nh,nhd->hd", through, s.unflatten(-1, (heads, -1)))
-        dquery.add_(grouped.reshape(-1))
-
-
 @_unrounded
-def group_forward(group: Group) -> GroupResults:
+def group_forward(group: _record.Group) -> _record.GroupResults:
     sources, queries, heads = group.sources, group.queries, group.heads
     (tokens, width), count, dtype = sources[0].shape, queries.shape[0], queries.dtype
-    rstd = queries.new_empty(tokens, len(sources), _parts(heads, group.slice_norm))
+    rstd = queries.new_empty(tokens, len(sources), num_norms(group))
     logits = queries.new_empty(tokens, len(sources), count, heads)
     room = _by_source(rstd, logits)
-    _scores(sources, queries, group.eps, *room)
+    write_scores(sources, queries, group.eps, *room)
     lse = torch.logsumexp(room[1], 0)
     out = queries.new_zeros(count, tokens, width)
     for n, source in enumerate(sources):
@@ -364,7 +299,7 @@ def _by_source(rstd: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @_unrounded
-def group_backward(back: GroupBackward) -> GroupGradients:
+def group_backward(back: _record.GroupBackward) -> _record.GroupGradients:
     """As :func:`mix_backward` for every query at once, with ``grad_lse`` joining the logits."""
     queries, heads, sources = back.queries, back.heads, back.sources
     dtype, (count, width) = queries.dtype, queries.shape
@@ -389,7 +324,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
 
 
 @_unrounded
-def attention_forward(mix: AttentionMix) -> tuple[Tensor, list[Tensor]]:
+def attention_forward(mix: _record.AttentionMix) -> tuple[Tensor, list[Tensor]]:
     """Mixed values [B, Hkv, T, dv] and weights [J, B, Hkv, T]."""
     query, keys, values, scaling = mix
     dtype = wide(query.dtype)
@@ -408,7 +343,9 @@ def attention_forward(mix: AttentionMix) -> tuple[Tensor, list[Tensor]]:
 
 
 @_unrounded
-def attention_backward(back: AttentionBackward) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def attention_backward(
+    back: _record.AttentionBackward,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     query, keys, values, (alpha,), scaling = back[3:]
     dtype = wide(query.dtype)
     dout, *others = (_as(grad, dtype) for grad in back.grads)

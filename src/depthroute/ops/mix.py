@@ -6,23 +6,18 @@ one record (:class:`~depthroute.ops._record.Mix`) and hand it to a backend: the 
 registered as ops of the ``depthroute`` namespace, and share one ``autograd.Function``, so that
 ``torch.compile(fullgraph=True)``, CUDA graphs, FSDP and activation checkpointing see one node.
 
-**Handing sources on.** When S sources are read by L sites in the ordinary way, autograd keeps L
-gradients per source and adds them: three passes per source and site beyond writing them. So a site
-also returns its sources, and later sites read those. In backward a source's gradient then travels
-the other way, last site first, and each site's kernel adds its share to what it was handed: one
-read instead.
+**Handing sources on.** Of a source that L sites read autograd would keep L gradients and add them.
+So a site also returns its sources, the same values, and later sites read those: in backward a
+source's gradient travels from the last site to the first, and each kernel adds its share to what it
+is handed (docs/kernels.md). Using a source from before a site is correct too, only slower.
 
     x, sources = depth_mix_carried(sources, query)
-
-The returned sources are the same values (views, nothing is copied). Nothing is mutated and no state
-is kept outside the graph, so activation checkpointing may run a site twice, and a source that is
-also used elsewhere gets the right sum. Using a source from before a site instead of the returned
-one is correct too, only slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +31,11 @@ from depthroute.ops.backends import RUNS, choose, ran_by_definition
 from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import refuse_batched
 
-_forward = Mix, MixResults
+_forward, _launched = (Mix, MixResults), FromTriton("mix_launch", "mix_forward")
 _backward = MixBackward, MixGradients, _record.fake_mix_backward
 FORWARD = {
     "torch": Op("depth_mix", *_forward, _record.fake_mix, _torch.mix_forward),
-    "triton": Op(
-        "depth_mix_triton",
-        *_forward,
-        _record.fake_mix_triton,
-        FromTriton("mix_launch", "mix_forward"),
-    ),
+    "triton": Op("depth_mix_triton", *_forward, _record.fake_mix_triton, _launched),
 }
 BACKWARD = {
     "torch": Op("depth_mix_backward", *_backward, _torch.mix_backward),
@@ -66,111 +56,107 @@ class Wants(NamedTuple):
     """A residual that nothing is pushed onto, like a source."""
 
 
-ALONE = Wants(returns_last=False, hands_on=False)
-
-
 class Boundary(NamedTuple):
+    """The results: of x, y and last those that were wanted, and the sources to hand on. Without an
+    output, the state is the residual."""
+
     x: Tensor | None
-    """What was mixed, before the norm; None if only y was wanted."""
     y: Tensor | None
-    """RMSNorm(x), if a norm weight was given."""
     state: Tensor | None
-    """residual + output; without an output, the residual."""
     last: Tensor | None
-    """partial + output, or output where a block starts; None if it was not wanted."""
     sources: list[Tensor]
-    """The sources to hand on."""
 
 
 def boundary(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """:func:`depth_boundary` of a record whose query has not its gain yet, unchecked."""
-    if backend == "triton":
-        return _in_one_kernel(mix, key_weight, wants)
-    return _step_by_step(mix, key_weight, wants, backend)
-
-
-def _in_one_kernel(mix: Mix, key_weight: Tensor | None, wants: Wants) -> Boundary:
-    returns_x = wants.returns_x or mix.norm_weight is None
-    needs_grad = _needs_grad(mix, key_weight)
-    keeps_x = returns_x or not _record.does_without_x(mix)
-    mix = mix.keeping(
-        low=needs_grad and _record.keeps_low_bits(mix),
-        x=keeps_x,
-        y=needs_grad and not keeps_x and _record.from_y(mix),
-    )
+    if backend != "triton":
+        return _step_by_step(mix, key_weight, wants, backend)
+    needs_grad, sources = _needs_grad(mix, key_weight), mix.sources
+    mix = mix.keeping(needs_grad, wants.returns_x)
     if needs_grad:
-        x, y, state, last, *handed = applied(
-            DepthMix, "triton", wants, mix.settings, key_weight, *mix.tensors, *mix.sources
-        )
-        handed = handed if wants.hands_on else mix.sources
+        x, y, state, last, *handed = _differentiable(mix, key_weight, wants, backend)
+        sources = handed if wants.hands_on else sources
     else:
-        _, x, y, state, last, _ = _call("triton", _folded(mix, key_weight))
-        x, handed = x if returns_x else None, mix.sources
-        last = (mix.output if last is None else last) if wants.returns_last else None
-    return Boundary(x, y, mix.residual if state is None else state, last, handed)
+        x, y, state, last = _wanted(mix, _call(backend, _folded(mix, key_weight)), wants)
+    return Boundary(x, y, mix.residual if state is None else state, last, sources)
 
 
 def _step_by_step(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Boundary:
     """The push before the mix and the norm after it are torch's own."""
     plain, last = mix.pushed()
     last = mix.output if last is None else last
-    if mix.norm_weight is not None:
-        plain = plain._replace(norm_weight=None)
-    if backend == "reference":
-        x = _by_definition(plain, key_weight)
-    elif _needs_grad(plain, key_weight):
-        x, *_ = applied(
-            *(DepthMix, backend, ALONE, plain.settings),
-            *(key_weight, *plain.tensors, *plain.sources),
-        )
+    if mix.norm_weight is None:
+        x, y = _mixed(plain, key_weight, backend), None
     else:
-        x = _torch_alone(_folded(plain, key_weight))
-    assert x is not None
-    y = None
-    if mix.norm_weight is not None:
+        x = _mixed(plain._replace(norm_weight=None), key_weight, backend)
         y = reference.rms_norm(x, mix.norm_weight, mix.norm_eps)
     x = x if wants.returns_x or y is None else None
     return Boundary(x, y, plain.residual, last if wants.returns_last else None, mix.sources)
 
 
-def _torch_alone(mix: Mix) -> Tensor | None:
-    """x, with nothing kept for backward."""
+def _mixed(mix: Mix, key_weight: Tensor | None, backend: str) -> Tensor:
+    """x, of a mix without a push and a norm."""
+    if backend == "reference":
+        return _by_definition(mix, key_weight)
+    if _needs_grad(mix, key_weight):
+        wants = Wants(returns_last=False, hands_on=False)
+        return _differentiable(mix, key_weight, wants, backend)[0]
+    mix = _folded(mix, key_weight)
     if torch.compiler.is_compiling():  # it fuses the definition, and cannot see into an op
         return _by_definition(mix, None)
     if _torch.is_few(mix):
         RUNS["depth_mix", "torch"] += 1
         return _torch.few_forward(mix)
-    return _call("torch", mix).x
+    _, (x,) = FORWARD[backend](mix)
+    return x
 
 
 def most_fused(backend: str, example: Tensor) -> int:
-    """How many such sources a boundary may have that is one kernel, and so worth waiting for; 0
-    where none is."""
-    if backend != "triton":
-        return 0
-    return _record.most_that_fit(example.shape[-1], example.element_size())
+    """Most such sources of a boundary that is one kernel, so worth waiting for; 0 where none is."""
+    most = _record.most_that_fit(example.shape[-1], example.element_size())
+    return most if backend == "triton" else 0
 
 
 def _needs_grad(mix: Mix, key_weight: Tensor | None) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    for tensor in (*mix.sources, key_weight, *mix.tensors):
-        if tensor is not None and tensor.requires_grad:
-            return True
+    if torch.is_grad_enabled():
+        for tensor in (*mix.sources, key_weight, *mix.tensors):
+            if tensor is not None and tensor.requires_grad:
+                return True
     return False
 
 
 def _folded(mix: Mix, key_weight: Tensor | None) -> Mix:
-    return mix.with_query(folded(mix.query, key_weight, mix.example.dtype))
+    query = folded(mix.query, key_weight, mix.example.dtype)
+    return Mix._make((mix.sources, query, *mix[2:]))  # as _replace does, at a tenth of its time
 
 
 def _call(backend: str, mix: Mix) -> Mixed:
-    return Mixed.named(mix, *FORWARD[backend](mix))
+    stats, others = FORWARD[backend](mix)
+    made = iter(others)
+    return Mixed(stats, *[next(made) if is_there else None for is_there in mix.results])
+
+
+def _wanted(mix: Mix, made: Mixed, wants: Wants) -> tuple[Tensor | None, ...]:
+    """x, y, state and last, as far as somebody uses them; what was given, as views."""
+    x = made.x if wants.returns_x or made.y is None else None
+    state, last, output = made.state, made.last, mix.output
+    if output is None and wants.hands_state_on and mix.residual is not None:
+        state = mix.residual.view_as(mix.residual)
+    if not wants.returns_last:
+        last = None
+    elif output is not None and mix.partial is None:
+        last = output.view_as(output)
+    return x, made.y, state, last
+
+
+def _differentiable(mix: Mix, key_weight: Tensor | None, wants: Wants, backend: str) -> Any:
+    """The results of :class:`DepthMix`."""
+    settings, tensors = mix[1 + NUM_TENSORS :], (key_weight, *mix.tensors, *mix.sources)
+    return applied(DepthMix, backend, wants, settings, *tensors)
 
 
 class DepthMix(torch.autograd.Function):
     """x, y, state, last and the sources again, of a mix's settings, its tensors and its sources.
-
     Folds the gain into the query, so that autograd does not have to."""
 
     @staticmethod
@@ -178,85 +164,63 @@ class DepthMix(torch.autograd.Function):
         tensors, sources = rest[: NUM_TENSORS - 1], list(rest[NUM_TENSORS - 1 :])
         mix = _folded(Mix(sources, query, *tensors, *settings), key_weight)
         made = _call(backend, mix)
-        _save(ctx, mix, made, query, key_weight)
+        ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
+        x = made.x if made.low is not None or made.y is not None else None
+        if mix.keeps_y:
+            x = made.y
+        elif ctx.mixes_again:
+            x = mix.residual if mix.output is None else made.state
+        kept = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, x, made.low, made.stats
+        last = mix.output if made.last is None else made.last
+        read = [*sources, last] if mix.reads_last else sources
+        ctx.save_for_backward(query, key_weight, *kept, *read)
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.hands_on
-        state, last = made.state, made.last
-        output, residual = mix.output, mix.residual
-        if wants.hands_state_on and output is None and residual is not None:
-            state = residual.view_as(residual)
-        if not wants.returns_last:
-            last = None
-        elif output is not None and mix.partial is None:
-            last = output.view_as(output)
+        ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
+        ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
+        ctx.from_y, residual = mix.keeps_y, mix.residual
+        ctx.state_dtype = None if residual is None else residual.dtype
         handed = [s.view_as(s) for s in sources] if wants.hands_on else []
-        x = made.x if wants.returns_x or made.y is None else None
-        return x, made.y, state, last, *handed
+        return *_wanted(mix, made, wants), *handed
 
     @staticmethod
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_batched("depth_mix", ctx.backend, *grads)
         grad, grad_y, grad_state, grad_last, *carried = grads
-        if not ctx.hands_on:
-            carried = [None] * ctx.num_sources
+        carried = carried if ctx.hands_on else [None] * ctx.num_sources
         if grad is None and grad_y is None:  # nothing but a push
             doutput = _sum(grad_state, grad_last) if ctx.pushes else None
             dpartial = grad_last if ctx.has_partial else None
             pushed = grad_state, None, None, None, doutput, dpartial
             return None, None, None, None, None, *pushed, *carried
-        dsources, dweights, *rest = _gradients(ctx, grads[:4], carried)
+        dsources, dweights, *rest = _gradients(ctx, (*grads[:4], *carried))
         return None, None, None, *dweights, *rest, *dsources
 
 
-def _save(ctx: Any, mix: Mix, made: Mixed, query: Tensor, key_weight: Tensor | None) -> None:
-    read = list(mix.sources)
-    if mix.reads_last:
-        read.append(mix.output if made.last is None else made.last)  # pyright: ignore
-    ctx.from_y = mix.keeps_y
-    ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
-    kept = made.x if made.low is not None or made.y is not None else None
-    if mix.keeps_y:
-        kept = made.y
-    elif ctx.mixes_again:
-        kept = mix.residual if mix.output is None else made.state
-    tensors = mix.query, mix.prior, mix.prior_lse, mix.norm_weight, kept, made.low, made.stats
-    ctx.save_for_backward(query, key_weight, *tensors, *read)
-    ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
-    ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
-    ctx.state_dtype = None if mix.residual is None else mix.residual.dtype
-
-
-def _recorded(
-    ctx: Any, saved: Sequence[Any], grads: Sequence[Any], carried: list[Tensor | None]
-) -> MixBackward:
-    grad, grad_y, grad_state, grad_last = grads
+def _recorded(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> MixBackward:
+    grad, grad_y, grad_state, grad_last, *carried = grads
     query, prior, prior_lse, norm_weight, x, low, stats, *sources = saved
-    norm_weight = None if grad_y is None else norm_weight
     heads, slice_norm, offset, scale, reads_last = ctx.settings
+    has_norm, has_state = grad_y is not None, ctx.state_dtype is not None
+    if reads_last:
+        carried, grad_last = [*carried, grad_last], None
     # without a norm or a push the residual's gradient is the incoming one, and costs nothing
-    state_dtype = ctx.state_dtype if grad_y is not None or ctx.pushes else None
-    is_pushed_twice = ctx.pushes and ctx.state_dtype is not None
+    writes_state = has_state and (has_norm or ctx.pushes)
+    writes_output = has_state and ctx.pushes and (reads_last or grad_last is not None)
     return MixBackward(
-        grad,
-        [] if grad_y is None else [grad_y],
-        None if state_dtype is None else grad_state,
-        None if reads_last else grad_last,
-        gathered([*carried, grad_last] if reads_last else carried, sources),
-        *(sources, query, prior, prior_lse, norm_weight, x, low, stats),
-        *(heads, slice_norm, offset, scale, reads_last),
-        is_pushed_twice and (reads_last or grad_last is not None),
-        ctx.mixes_again and norm_weight is not None,
-        ctx.from_y,
-        state_dtype,
+        *(grad, [grad_y] if has_norm else [], grad_state if writes_state else None, grad_last),
+        *(gathered(carried, sources), sources, query, prior, prior_lse),
+        *(norm_weight if has_norm else None, x, low, stats),
+        *(heads, slice_norm, offset, scale, reads_last, writes_output),
+        *(ctx.mixes_again and has_norm, ctx.from_y, ctx.state_dtype if writes_state else None),
     )
 
 
-def _gradients(ctx: Any, grads: Sequence[Any], carried: list[Tensor | None]) -> tuple[Any, ...]:
-    """Of the sources; of gain and query; and of residual, prior, prior_lse, norm weight, output and
-    partial."""
+def _gradients(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
+    """Of sources; gain and query; residual, prior, prior_lse, norm weight, output and partial."""
     query, key_weight, *saved = ctx.saved_tensors
-    back = _recorded(ctx, saved, grads, carried)
-    grad, _, grad_state, dlast = grads
+    back = _recorded(ctx, saved, grads)
+    grad, _, grad_state, dlast, *_ = grads
     op = BACKWARD[ctx.backend]
     # where a graph of this is wanted, the op raises on every way back through it
     dsources, dweights, others = op.dispatched(*back) if torch.is_grad_enabled() else op(back)
@@ -307,22 +271,21 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _by_definition(mix: Mix, key_weight: Tensor | None) -> Tensor:
     """The reference backend of a depth mix, or with a prior of its phase 2."""
-    ran_by_definition("depth_mix" if mix.prior is None else "depth_mix_merge")
     options: dict[str, Any] = {"eps": mix.eps, "heads": mix.heads, "dtype": mix.dtype}
     options |= {"head_norm": "slice" if mix.slice_norm else "full"}
     options |= {"residual": mix.residual, "scale": mix.scale}
-    if mix.prior is None:
+    if mix.prior is None or mix.prior_lse is None:
+        ran_by_definition("depth_mix")
         options |= {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
         return reference.depth_mix(mix.sources, mix.query, key_weight, **options)
+    ran_by_definition("depth_mix_merge")
     if mix.offset:
         raise DepthrouteError(
             "centered and adds_sources are defined for one pass over all sources, and a prior was "
             "given; leave them out, or mix every source at once"
         )
-    assert mix.prior_lse is not None
-    return reference.depth_mix_merge(
-        mix.prior, mix.prior_lse, mix.sources, mix.query, key_weight, **options
-    )
+    finished = mix.prior, mix.prior_lse
+    return reference.depth_mix_merge(*finished, mix.sources, mix.query, key_weight, **options)
 
 
 class Options(NamedTuple):
@@ -331,20 +294,16 @@ class Options(NamedTuple):
     head_norm: str = "full"
     """``"full"`` normalises a key over its whole width, ``"slice"`` each head's part of it."""
     centered: bool = False
-    """Takes 1/S from every weight."""
     adds_sources: bool = False
-    """Adds 1 to every weight."""
     scale: float = 1.0
     dtype: torch.dtype | None = None
     """Of x; left out, that of the sources."""
     norm_weight: Tensor | None = None
-    """[D]: also y = RMSNorm(x) * norm_weight, the sublayer's pre-norm."""
     norm_eps: float = 1e-6
     prior: Tensor | None = None
-    """An output of :func:`~depthroute.ops.depth_mix_group`, which the sources come after."""
+    """With prior_lse an output of :func:`~depthroute.ops.depth_mix_group`, before the sources."""
     prior_lse: Tensor | None = None
     reads_last: bool = False
-    """Whether the sum of the block that the output goes to is a source too, the last."""
 
 
 def depth_boundary(
@@ -407,25 +366,21 @@ def depth_mix(
     ``options`` are those of :class:`~depthroute.ops.mix.Options`: ``centered`` takes 1/S from every
     weight, ``adds_sources`` adds 1 to it, and with ``norm_weight`` [D] this returns ``x`` and
     ``RMSNorm(x) * norm_weight``, the sublayer's pre-norm. With ``return_weights=True`` also returns
-    the softmax over depth, ``[S, ..., H]``. See :func:`depthroute.ops.reference.depth_mix` for the
-    definition.
+    the softmax over depth, ``[S, ..., H]``. The definition is ``reference.depth_mix``.
 
     >>> a, b = torch.ones(2, 3, 8), torch.zeros(2, 3, 8)
     >>> depth_mix([a, b], torch.zeros(8)).unique().item()
     0.5
     """
-    made = depth_boundary(
-        *(None, sources, query, key_weight, residual, None, eps, heads, backend),
-        **(options | {"hands_on": False}),
-    )
-    results = [made.x] if made.y is None else [made.x, made.y]
-    if return_weights:
-        head_norm = options.get("head_norm", "full")
-        logits = reference.depth_logits(
-            sources, query, key_weight, eps=eps, heads=heads, head_norm=head_norm
-        )
-        results.append(torch.softmax(logits, dim=0))
-    return results[0] if len(results) == 1 else tuple(results)
+    given = sources, query, key_weight
+    options |= {"hands_on": False}
+    mixed, _ = depth_mix_carried(*given, residual, eps, heads, backend, **options)
+    if not return_weights:
+        return mixed
+    head_norm = options.get("head_norm", "full")
+    logits = reference.depth_logits(*given, eps=eps, heads=heads, head_norm=head_norm)
+    results = mixed if isinstance(mixed, tuple) else (mixed,)
+    return *results, torch.softmax(logits, dim=0)
 
 
 def depth_mix_merge(
@@ -458,8 +413,7 @@ def depth_mix_carried(
     backend: str = "auto",
     **options: Any,
 ) -> tuple[Any, list[Tensor]]:
-    """:func:`depth_mix` (or, with a ``prior``, :func:`depth_mix_merge`) and the sources to hand
-    on."""
+    """:func:`depth_mix` (with a ``prior``, :func:`depth_mix_merge`) and the sources to hand on."""
     made = depth_boundary(
         None, sources, query, key_weight, residual, None, eps, heads, backend, **options
     )
@@ -468,8 +422,4 @@ def depth_mix_carried(
 
 def widest_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     """Decides whether the kernels take these tensors."""
-    dtype = tensors[0].dtype
-    for tensor in tensors:
-        if tensor.dtype != dtype:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+    return reduce(torch.promote_types, {tensor.dtype for tensor in tensors})

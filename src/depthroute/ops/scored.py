@@ -1,10 +1,8 @@
 """The torch backend's depth mix in two halves, for a stream that knows the queries ahead.
 
-A source is scored once for every read to come (:func:`score`), normed once and while it is at
-hand. Reads that see the same sources are then mixed together (:func:`scored_mix`), each source
-fetched once for all of them in both directions, where a mix on its own fetches it three times; and
-sources are handed on (:mod:`depthroute.ops.mix`). Run eagerly alone: a compiler fuses the
-definition.
+A source is scored once for every read to come. Reads that see the same sources are then mixed
+together, each source fetched once for all of them in both directions, where a mix on its own
+fetches it three times. Run eagerly alone: a compiler fuses the definition.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ def score(
     source: Tensor, queries: Tensor, gains: Tensor, eps: float, heads: int, slice_norm: bool
 ) -> Tensor:
     """The logits [G, ..., H] of ``source`` [..., D] for ``queries`` [G, D]."""
-    logits: Any = Score.apply(eps, heads, slice_norm, queries, gains, source)
-    return logits
+    return Score.apply(eps, heads, slice_norm, queries, gains, source)  # pyright: ignore
 
 
 def scored_mix(
@@ -45,17 +42,19 @@ class Score(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, eps, heads, slice_norm, queries, gains, source):
-        q = folded(queries, gains, source.dtype)
-        rstd, logits = _torch.score(source, q, eps, heads, slice_norm)
-        ctx.save_for_backward(queries, gains, q, rstd, logits, source)
+        q, rows = folded(queries, gains, source.dtype), source.reshape(-1, source.shape[-1])
+        rstd = q.new_empty(1, len(rows), heads if slice_norm else 1)
+        logits = q.new_empty(1, len(q), len(rows), heads)
+        with _torch.unrounded(source.device.type):
+            _torch.write_scores([rows], q, eps, rstd, logits)
+        ctx.save_for_backward(queries, gains, q, rstd[0], logits[0], source)
         return logits.view(-1, *source.shape[:-1], heads)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         _refuse((grad,))
         queries, gains, q, rstd, logits, source = ctx.saved_tensors
-        dlogits = grad.reshape(logits.shape)
-        dsource, dq = _torch.score_gradients(source, q, rstd, logits, dlogits)
+        dsource, dq = _torch.score_gradients(source, q, rstd, logits, grad.reshape(logits.shape))
         dgains, dqueries = unfolded(dq, queries, gains)
         return None, None, None, dqueries, dgains, dsource.to(source.dtype).view_as(source)
 
@@ -67,7 +66,8 @@ class ScoredMix(torch.autograd.Function):
     def forward(ctx, offset, scale, *rest):
         count = len(rest) // 2
         logits, sources = torch.stack(rest[:count]), rest[count:]
-        mixes = _torch.weighted(logits, sources, offset, scale)
+        weights = _torch.used_weights(logits, offset, scale)
+        mixes = [_torch.weighted_sum(of_read, sources) for of_read in weights.unbind(1)]
         ctx.save_for_backward(logits, *sources)
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.scale = offset, scale
@@ -86,7 +86,12 @@ class ScoredMix(torch.autograd.Function):
         grads = [torch.zeros_like(none) if grad is None else grad for grad in grads]
         if ctx.scale != 1.0:
             grads = [grad * ctx.scale for grad in grads]
-        dsources, dlogits = _torch.weighted_gradients(grads, logits, sources, carried, ctx.offset)
+        with _torch.unrounded(logits.device.type):
+            weights, dlogits = _torch.weight_gradients(grads, logits, sources, ctx.offset)
+        dsources = []
+        for source, of_source, more in zip(sources, weights.unbind(), carried, strict=True):
+            start = None if more is None else more.to(logits.dtype)
+            dsources.append(_torch.weighted_sum(of_source, grads, start).to(source.dtype))
         return None, None, *dlogits.unbind(), *dsources
 
 

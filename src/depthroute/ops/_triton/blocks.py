@@ -27,28 +27,23 @@ def pointers(p_table, o_n, DTYPE: tl.constexpr):
 
 @triton.jit
 def places_of_row(
-    H: tl.constexpr, DH: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
+    H: tl.constexpr, D: tl.constexpr, HB: tl.constexpr, BC: tl.constexpr, NT: tl.constexpr
 ):
-    """Of each of its tiles the offsets [1, HB, BC] into a row, and the mask of those it has."""
+    """Of each of its tiles the offsets [1, HB, BC] into a row and the mask of those it has."""
+    DH: tl.constexpr = D // H
     o_h = tl.arange(0, HB)[None, :, None]
-    offsets, masks = (), ()
+    places = ()
     for j in tl.static_range(NT):
         o_c = j * BC + tl.arange(0, BC)[None, None, :]
-        offsets = offsets + (o_h * DH + o_c,)
-        masks = masks + ((o_h < H) & (o_c < DH),)
-    return offsets, masks
+        places = places + ((o_h * DH + o_c, (o_h < H) & (o_c < DH)),)
+    return places
 
 
 @triton.jit
 def hold(p, places, m_n=True, POLICY: tl.constexpr = NO_POLICY):
     """The row at ``p``, as blocks [1, HB, BC] of the dtype it is stored in; or rows at ``p``
     [BS, 1, 1], as blocks [BS, HB, BC], of which ``m_n`` says which exist."""
-    offsets, masks = places
-    tiles = ()
-    for j in tl.static_range(len(offsets)):
-        b = tl.load(p + offsets[j], m_n & masks[j], 0, eviction_policy=POLICY)
-        tiles = tiles + (b,)
-    return tiles
+    return [tl.load(p + at[0], m_n & at[1], 0, eviction_policy=POLICY) for at in places]
 
 
 @triton.jit
@@ -60,9 +55,9 @@ def load_row(p, places):
 @triton.jit
 def store_row(p, tiles, places, m_n=True):
     """The inverse of :func:`hold`. An eviction policy made it slower."""
-    offsets, masks = places
     for j in tl.static_range(len(tiles)):
-        tl.store(p + offsets[j], tiles[j].to(p.dtype.element_ty), m_n & masks[j])
+        at = places[j]
+        tl.store(p + at[0], tiles[j].to(p.dtype.element_ty), m_n & at[1])
 
 
 @triton.jit
@@ -112,10 +107,7 @@ def axpy(a, x, y):
 
 @triton.jit
 def plus(a, b):
-    tiles = ()
-    for j in tl.static_range(len(a)):
-        tiles = tiles + (a[j] + b[j],)
-    return tiles
+    return axpy(1.0, a, b)
 
 
 @triton.jit
@@ -155,12 +147,6 @@ def product(a, b):
 
 
 @triton.jit
-def products(rows, b):
-    """The product of each held row and a wide one."""
-    return [product(again(row), b) for row in rows]
-
-
-@triton.jit
 def dot_tiles(a, b):
     """Per-head dot products [BS, HB, 1] of two tuples of tiles; one reduction for all tiles."""
     return tl.sum(product(a, b), 2, keep_dims=True)
@@ -178,12 +164,12 @@ def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
-    """Sums over columns of two or four tiles with one exchange between warps.
+    """Sums over columns of one, two or four tiles with one exchange between warps.
 
     The interpreter runs such reductions one element at a time, so it takes them apart.
     """
-    if not GPU:
-        sums = tuple([tl.sum(b, 2, keep_dims=True) for b in tiles])
+    if len(tiles) == 1 or not GPU:
+        sums = [tl.sum(b, 2, keep_dims=True) for b in tiles]
     elif len(tiles) == 2:
         sums = tl.reduce(tiles, 2, _add_pairs, keep_dims=True)
     else:
@@ -193,20 +179,28 @@ def sum_columns(tiles, GPU: tl.constexpr = ON_GPU):
 
 @triton.jit
 def squares_and_dots(rows, q):
-    """sum s^2 and sum s q over columns, [BS, HB, 1] each, of one or two rows (or blocks of them)
-    in turn."""
+    """sum s^2 and sum s q over columns, [BS, HB, 1] each, of every row (or block of rows) in turn;
+    those of two rows with one exchange."""
+    FIRST: tl.constexpr = 2 if len(rows) > 1 else 1
     tiles = ()
-    for n in tl.static_range(len(rows)):
+    for n in tl.static_range(FIRST):
         tiles = tiles + (product(rows[n], rows[n]), product(rows[n], q))
-    return sum_columns(tiles)
+    sums = sum_columns(tiles)
+    return sums + squares_and_dots(rows[FIRST:], q) if len(rows) > FIRST else sums
+
+
+@triton.jit
+def dots(rows, b):
+    """Dot products [1, HB, 1] of every held row and a wide one."""
+    FIRST: tl.constexpr = 4 if len(rows) > 3 else 2 if len(rows) > 1 else 1
+    sums = sum_columns([product(again(row), b) for row in rows[:FIRST]])
+    return sums + dots(rows[FIRST:], b) if len(rows) > FIRST else sums
 
 
 @triton.jit
 def over_sources(x, BS: tl.constexpr):
     """Sum over the sources of a block: [BS, ...] to [1, ...]."""
-    if BS > 1:
-        x = tl.sum(x, 0, keep_dims=True)
-    return x
+    return tl.sum(x, 0, keep_dims=True) if BS > 1 else x
 
 
 @triton.jit
@@ -247,9 +241,7 @@ def norm_gradient(b_gy, b_w, b_xhat, b_r, b_mean):
 @triton.jit
 def over_norm_group(x, NORMS: tl.constexpr):
     """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
-    if NORMS == 1:
-        x = tl.sum(x, 1, keep_dims=True)
-    return x
+    return tl.sum(x, 1, keep_dims=True) if NORMS == 1 else x
 
 
 @triton.jit
@@ -298,21 +290,12 @@ def with_low_bits(kept, low, DTYPE: tl.constexpr):
 @triton.jit
 def offset_weight(b_alpha, count, OFFSET: tl.constexpr):
     """What multiplies a source: alpha, alpha + 1 or, centred, alpha - 1/S."""
-    if OFFSET == 1:
-        b_alpha = b_alpha + 1.0
-    elif OFFSET == -1:
-        b_alpha = b_alpha - 1.0 / count
-    return b_alpha
+    shifted = b_alpha + 1.0 if OFFSET > 0 else b_alpha - 1.0 / count
+    return shifted if OFFSET != 0 else b_alpha
 
 
 @triton.jit
 def offset_sum(b_total, count, OFFSET: tl.constexpr):
-    """What multiplies the plain sum before everything is divided by ``b_total``.
-
-    Centred, total / S is exactly 1 at zero queries, so the difference there is exactly zero.
-    """
-    if OFFSET == 1:
-        b_factor = b_total
-    else:
-        b_factor = -b_total / count
-    return b_factor
+    """What multiplies the plain sum before everything is divided by ``b_total``. Centred, total / S
+    is exactly 1 at zero queries, so the difference there is exactly zero."""
+    return b_total if OFFSET == 1 else -b_total / count

@@ -23,8 +23,7 @@ from depthroute.ops._triton.group_dot import (
     group_sources_kernel,
     group_weights_kernel,
 )
-from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import FUSED, by_triton
+from depthroute.ops.private.launcher import FUSED, by_triton, on_device
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ def forward(
     rstd: Tensor,
     logits: Tensor,
 ) -> None:
-    with layout.on_device(queries):
+    with on_device(queries):
         (packed,) = layout.pack([sources], queries)
         run_logits(packed, queries, eps, rstd, logits)
         weights = run_softmax(logits, lse, outputs.dtype)
@@ -306,10 +305,10 @@ def backward(
     lse: Tensor,
 ) -> Tensor:
     """Writes ``dsources`` and returns the gradient of the queries."""
-    with layout.on_device(queries):
+    with on_device(queries):
         lists = [sources, dsources, *([carried] if carried else [])]
         packed, u = layout.pack(lists, queries), torch.empty_like(logits)
         run_products(packed[0], grad, u)
         weights, pull = run_weights(logits, lse, grad_lse, rstd, u, queries.shape[1])
         partial = run_sources(packed, grad, queries, weights, pull)
-    return sum_rows(partial)
+    return layout.sum_rows(partial)

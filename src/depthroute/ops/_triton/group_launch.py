@@ -18,8 +18,7 @@ from depthroute.ops._triton.group import (
     group_gradients_kernel,
     group_scores_kernel,
 )
-from depthroute.ops._triton.sums import sum_rows
-from depthroute.ops.private.launcher import FUSED, aligned, by_triton
+from depthroute.ops.private.launcher import FUSED, aligned, by_triton, on_device
 
 
 def group_launch(
@@ -64,7 +63,7 @@ def group_forward(group: Group) -> GroupResults:
     block = layout.tiles(width, heads)
     launch, at_once = group_launch(block, num_sources, num_queries)
     programs = layout.num_programs(launch, tokens, queries.device)
-    with layout.on_device(queries):
+    with on_device(queries):
         (packed,) = layout.pack([sources], queries)
         by_triton(group_forward_kernel, programs * triton.cdiv(num_queries, at_once))(
             packed,
@@ -118,7 +117,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
     lists = [sources, dsources]
     if carried:
         lists.append(carried)
-    with layout.on_device(queries):
+    with on_device(queries):
         packed = layout.pack(lists, queries)
         by_triton(group_scores_kernel, tokens * triton.cdiv(num_queries, at_once))(
             packed[0],
@@ -185,4 +184,4 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             num_warps=by_columns.warps,
             **FUSED,
         )
-    return dsources, sum_rows(partial)
+    return dsources, layout.sum_rows(partial)

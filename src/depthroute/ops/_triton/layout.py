@@ -1,4 +1,5 @@
-"""Tiles, launch settings and pointer packing."""
+"""Tiles and launch settings, whose reasons are in docs/kernels.md, and the small kernels around the
+others: tables of addresses, and sums of the rows that every program left."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,6 @@ from depthroute.ops.private.launcher import Prepared
 INTERPRETED = interpreter.enable()
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-AnyLaunch = TypeVar("AnyLaunch")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Tiles:
 
 NARROWEST = 256
 """Elements of a tile that one warp reads as 16 bytes a thread, in 16-bit dtypes."""
+WIDEST = 4096
+SHARED_BYTES = 216 * 1024
+"""Of a Hopper SM's 227 KB, what rows on their way may take."""
 
 
 @cache
@@ -47,32 +50,24 @@ def tiles(width: int, heads: int) -> Tiles:
     slice_width, rows = width // heads, triton.next_power_of_2(heads)
     single = triton.next_power_of_2(slice_width)
     least = min(single, NARROWEST // min(rows, NARROWEST))
-    options = [(single, 1)]
-    for count in range(2, 9):
-        columns = triton.next_power_of_2(-(-slice_width // count))
-        if columns >= least:
-            options.append((columns * count, count))
-    lanes, count = min(options)
+    columns = {count: triton.next_power_of_2(-(-slice_width // count)) for count in range(1, 9)}
+    lanes, count = min((c * count, count) for count, c in columns.items() if c >= least)
     return Tiles(rows, lanes // count, count)
 
 
-WIDEST = 4096
-
-
 @cache
-def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
-    """Of a kernel that holds its rows: one tile where at most a quarter of it is padding, else
-    three, which is at most that; padded lanes cost registers and instructions, no memory traffic. A
-    tile of 4096 takes all warps, and no second program has its turn while one waits: 3 sources of
-    2880 reach the copy speed as 3 x 1024 (widths_h200.json), and so 3072, untimed, are three, too.
+def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int = 0) -> Tiles:
+    """Of a kernel that holds its rows: one tile where at most a quarter of it is padding (of 4096
+    lanes, less), else three. Beyond 4096 lanes two tiles are as one, but not where a kernel
+    ``holds_more`` than its sources and has no registers to waste.
 
-    Beyond 4096 lanes two tiles are as one: 7168 take 2 x 4096 (forward, 5 sources reach 0.71 of the
-    copy speed as 7 x 1024, 1.00 so), but not where a kernel ``holds_more`` than its sources and has
-    no registers to waste.
+    In the backward of ``num_backward`` sources, 6 to 9, it is one, however padded: three would need
+    twice the warps, whose threads read half as much at once.
     """
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
     most = width * 4 // 3 - (single * rows == WIDEST)
-    if single * rows <= WIDEST and (single * rows <= most or width <= NARROWEST):
+    is_one = 6 <= num_backward <= PADDED_SOURCES or width <= NARROWEST or single * rows <= most
+    if is_one and single * rows <= WIDEST:
         return Tiles(rows, single, 1)
     third = triton.next_power_of_2(-(-width // (3 * heads)))
     columns, count = (single, 1) if single < 3 * third else (third, 3)
@@ -81,21 +76,6 @@ def resident_tiles(width: int, heads: int, holds_more: bool) -> Tiles:
     while columns > WIDEST:
         columns, count = columns // 2, count * 2
     return Tiles(rows, columns, count)
-
-
-def backward_tiles(width: int, heads: int, num_sources: int, holds_more: bool) -> Tiles:
-    """As :func:`resident_tiles`, but one tile, however padded, over 6 to 9 sources.
-
-    It counts for more that a thread reads 16 bytes of a tile at once: backward holds so much of
-    them that three tiles would need twice the warps, whose threads read half as much. 9 sources of
-    2304 reach 0.90 of the copy speed as 1 x 4096 and 0.74 as 3 x 1024, of 1152 0.91 as 1 x 2048 and
-    0.79 as 3 x 512. Fewer sources leave the registers for three, more have none to waste
-    (tune_h200_widths.json).
-    """
-    rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
-    if 6 <= num_sources <= PADDED_SOURCES and single * rows <= WIDEST:
-        return Tiles(rows, single, 1)
-    return resident_tiles(width, heads, holds_more)
 
 
 @dataclass(frozen=True)
@@ -131,16 +111,14 @@ def forced(kernel: str, **fields: int) -> Iterator[None]:
         _forced[kernel] = before
 
 
-def changed(launch: AnyLaunch, changes: Changes) -> AnyLaunch:
+def changed(launch: Any, changes: Changes) -> Any:
     return replace(launch, **dict(changes)) if changes else launch
 
 
 def retiled(block: Tiles, width: int, heads: int, changes: Changes) -> Tiles:
     """``block``, or tiles of as many columns as are forced."""
     columns = dict(changes or ()).get("columns", 0)
-    if not columns:
-        return block
-    return Tiles(block.heads, columns, triton.cdiv(width // heads, columns))
+    return Tiles(block.heads, columns, -(-width // heads // columns)) if columns else block
 
 
 def warps_for(elements: int, per_thread: int) -> int:
@@ -148,30 +126,14 @@ def warps_for(elements: int, per_thread: int) -> int:
     return min(16, 1 << (wanted.bit_length() - 1))
 
 
-SHARED_BYTES = 216 * 1024
-"""Of a Hopper SM's 227 KB, what rows on their way may take."""
-
-
 def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
     """Pipeline stages, each but one with ``bytes_ahead`` in the shared memory of every program."""
     return max(1, min(wanted, 1 + SHARED_BYTES // (bytes_ahead * programs)))
 
 
-def _programs(wanted: int, bytes_ahead: int) -> int:
-    """Per multiprocessor, as many as have two stages' rows on their way in its shared memory."""
-    return max(1, min(wanted, SHARED_BYTES // (2 * bytes_ahead)))
-
-
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
-    """Timed on an H200: with few sources, as many stages as put nearly all of them on their way.
-
-    Two sources at a time pay where they are many, or where one thread has 48 columns or more of a
-    row in several tiles. With fewer, one at a time leaves room for more programs: 9 sources of 5120
-    reach 0.94 of the copy speed so and 0.89 by twos, of 6656 0.85 and 0.88 (tune_h200_widths.json).
-
-    A program for every token reads the query anew; where that is long beside the sources, few
-    programs do better: 9 sources of 7168 take 632 us instead of 636 (tune_h200_streams.json).
-    """
+    """With few sources, as many stages as put nearly all of them on their way. Two at a time pay
+    where they are many, or where one thread has 48 columns or more of a row in several tiles."""
     warps = warps_for(block.elements, 32)
     pays = num_sources > 13 or (block.elements >= 48 * 32 * warps and num_sources > 1)
     at_once = 2 if block.count > 1 and pays else 1
@@ -194,8 +156,6 @@ def backward_launch(
 
 HELD_ELEMENTS = 208
 """Of all rows, that a thread of forward holds before it spills: 10 rows of 16 do not, of 24 do."""
-
-
 FORWARD_BYTES, BACKWARD_BYTES = 64 * 1024, 48 * 1024
 """On their way to each SM at least: 2 sources forward reach 0.75 of the copy speed with 25 KB, 0.83
 with 33, 0.92 with 41 (widths_h200_first.json)."""
@@ -205,56 +165,48 @@ LEAST_REGISTERS = 64
 """Of a program, which at most 32 of an SM's have to share."""
 
 
-def _enough_programs(
-    usual: int, least: int, row_bytes: int, registers: int, bytes_ahead: int
-) -> int:
-    """Per multiprocessor: as usual, or more where the rows of a token are so few that less than
-    ``least`` bytes would be on their way (each looks two tokens ahead), as far as ``registers`` a
-    lane and shared memory have room for."""
-    room = REGISTERS // max(registers, LEAST_REGISTERS)
-    wanted = min(triton.cdiv(least, 2 * row_bytes), room)
-    return _programs(max(usual, wanted), bytes_ahead)
+def _resident_launch(
+    rows: int, warps: int, programs: int, enough: int, registers: int, ahead: int
+) -> Launch:
+    """More programs where it takes that to have ``enough`` on their way (each looks two tokens
+    ahead), as far as ``registers`` a lane and shared memory have room for."""
+    programs = max(programs, min(enough, REGISTERS // max(registers, LEAST_REGISTERS)))
+    programs = max(1, min(programs, SHARED_BYTES // (2 * ahead)))
+    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
 
 
 def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) -> Launch:
-    """``rows`` are read by each program and token; those of the next two are fetched meanwhile.
-
-    Timed on an H200 (bench/results/tune_h200_launches.json): 16 columns a thread and 8 warps to an
-    SM, at every width, and more where rows are few. More programs than fit an SM together take
-    turns, and the last turn is rarely full: 9 sources of 1024 took 150 us so, and take 103.
-    """
+    """``rows`` are read by each program and token, and those of the next two fetched meanwhile: 16
+    columns a thread and 8 warps to an SM, at every width, and more where rows are few."""
     warps = warps_for(block.elements, 16 if rows <= 10 else 8)
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
     warps = min(8, warps)  # more would have too few registers
-    ahead = rows * block.elements * itemsize
+    enough = triton.cdiv(FORWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * (3 * rows - 1)  # as compiled for Hopper, of all warps
-    programs = _enough_programs(
-        max(1, 8 // warps), FORWARD_BYTES, rows * width * itemsize, registers, ahead
-    )
-    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
+    ahead = rows * block.elements * itemsize
+    return _resident_launch(rows, warps, max(1, 8 // warps), enough, registers, ahead)
 
 
 def resident_backward_launch(
     block: Tiles, width: int, num_sources: int, rows: int, itemsize: int, carried: bool
 ) -> Launch:
-    """Timed in the same runs: about 70 KB on their way to each SM, which is one program from a
-    width of 2048 on; fewer columns a thread than forward, since it holds more of them. Where more
-    than a quarter of a tile is padding they are as many, or whole warps would have nothing to do: 9
-    sources of 1152 reach 0.91 with 4 warps and 0.67 with 8 (tune_h200_widths.json)."""
+    """About 70 KB on their way to each SM, which is one program from a width of 2048 on; fewer
+    columns a thread than forward, since it holds more of them, but as many where more than a
+    quarter of a tile is padding, or whole warps would have nothing to do."""
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
     warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))
     if block.count == 3 and block.elements <= WIDEST:
         warps = min(4, warps)  # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
-    if block.count > 1 or is_padded:  # 8 warps an SM
-        programs = _programs(max(1, 8 // warps), ahead)
+    if block.count > 1 or is_padded:
+        programs = max(1, 8 // warps)
     elif block.elements == 1024 and carried:
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
+    enough = triton.cdiv(BACKWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * 3 * rows
-    programs = _enough_programs(programs, BACKWARD_BYTES, rows * width * itemsize, registers, ahead)
-    return Launch(rows, warps, stages_for(3, ahead, programs), programs)
+    return _resident_launch(rows, warps, programs, enough, registers, ahead)
 
 
 @cache
@@ -266,18 +218,8 @@ def num_multiprocessors(device: torch.device) -> int:
 
 def num_programs(launch: Launch, tokens: int, device: torch.device) -> int:
     available = num_multiprocessors(device)
-    if available == 0:
-        return min(tokens, 3)  # interpreted: more than one, so that the second stage is tested
-    return min(tokens, launch.programs * available) if launch.programs else tokens
-
-
-_SAME_DEVICE = contextlib.nullcontext()
-
-
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
-        return _SAME_DEVICE
-    return torch.cuda.device(tensor.device)
+    most = launch.programs * available or tokens
+    return min(tokens, most if available else 3)  # interpreted, 3: the second stage is tested
 
 
 @triton.jit
@@ -309,3 +251,34 @@ def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         fill = _fill_table(tuple(map(dtype_of, chunk)))
         fill(1, (chunk,), (table[start:] if start else table,), ())
     return [table[i * stride :] if i else table for i in range(len(lists))]
+
+
+# interpreted: few programs, and a loop that repeats although there are three rows
+ROWS, COLUMNS = (2, 512) if INTERPRETED else (128, 16)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_rows_kernel(p_rows, p_sum, P, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """BC of the C sums; always in the same order."""
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)[None, :]
+    o_p = tl.arange(0, BP)[:, None].to(tl.int64)
+    b_sum = tl.zeros([BP, BC], tl.float32)
+    for i in tl.range(0, P, BP, num_stages=4):
+        b_sum += tl.load(p_rows + (i + o_p) * C + o_c, (i + o_p < P) & (o_c < C), 0.0)
+    o_c = tl.program_id(0) * BC + tl.arange(0, BC)
+    tl.store(p_sum + o_c, tl.sum(b_sum, 0), o_c < C)
+
+
+@cache
+def _sum_rows(columns: int) -> Prepared:
+    return Prepared(sum_rows_kernel, 4, C=columns, BP=ROWS, BC=COLUMNS)
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """The sum over the first axis of a contiguous fp32 tensor; a program takes a few columns, so
+    that many share a sum that is long and narrow."""
+    count, *shape = rows.shape
+    total = rows.new_empty(*shape)  # at a third of the time that one shape takes
+    columns = total.numel()
+    _sum_rows(columns)(-(-columns // COLUMNS), (), (rows, total), (count,))
+    return total

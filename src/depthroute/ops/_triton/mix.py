@@ -1,16 +1,14 @@
 """Depth mix over many sources, streamed: one query over S sources, given as separate tensors.
 
 Forward fuses RMS statistics, logits, the online softmax, the weighted sum, the residual and, if
-asked for, the next sublayer's RMSNorm. It reads each source once and writes x: S + 1 passes (+1 for
-a residual or a prior, +1 for the normed output). Saved: per token, source and head a logit, per
-token and source 1/rms, per token and head the log-sum-exp.
+asked for, the next sublayer's RMSNorm: S + 1 passes (+1 each for a residual, a prior and the normed
+output). Saved: per token, source and head a logit, per token and source 1/rms, per token and head
+the log-sum-exp.
 
 Backward needs delta = dx . mix before it can write any source's gradient. Where x is the mix, delta
-comes from x and one sweep is enough. x rounded to bf16 is not good enough for that: the
-error of delta, coherent over a row, exceeded the error budget. So forward also keeps the next 16
-bits of x (low): S + 2 passes, and 2S + 3 in backward. Elsewhere the sources are swept twice, the
-second time backwards while the row may still be in L2. Query gradients are summed per program in
-registers and over programs in a second stage.
+comes from x and one sweep is enough. x rounded to bf16 is not good enough for that (the error of
+delta, coherent over a row, exceeded the error budget), so forward also keeps the next 16 bits of x
+(low): S + 2 passes, and 2S + 3 in backward. Elsewhere the sources are swept twice.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ def mix_forward_kernel(
     scale,
     norm_eps,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     OFFSET: tl.constexpr,
     NORMS: tl.constexpr,
@@ -52,12 +50,12 @@ def mix_forward_kernel(
     NT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    D: tl.constexpr = H * DH
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     for k in range((N - i_program + num_programs - 1) // num_programs):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
@@ -83,10 +81,7 @@ def mix_forward_kernel(
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
             o_stat = o_n[:, None, None]
             tl.store(p_stat + o_stat * H + o_h, b_logit, m_n & m_h)
-            if NORMS > 1:
-                tl.store(p_stat + (S + o_stat) * H + o_h, b_rstd, m_n & m_h)
-            else:
-                tl.store(p_stat + S * H + o_stat, b_rstd, m_n)
+            tl.store(p_stat + S * H + o_stat * NORMS + o_norm, b_rstd, m_n & (o_norm < NORMS))
             b_logit = tl.where(m_n, b_logit, float("-inf"))
             b_new = tl.maximum(b_top, tl.max(b_logit, 0, keep_dims=True))
             b_keep = tl.exp(b_top - b_new)
@@ -137,7 +132,7 @@ def mix_backward_kernel(
     K,
     scale,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     OFFSET: tl.constexpr,
     NORMS: tl.constexpr,
@@ -147,12 +142,12 @@ def mix_backward_kernel(
     NT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    D: tl.constexpr = H * DH
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     b_dq = blocks.zeros(b_q)
     b_dw = blocks.zeros(b_q)
@@ -161,13 +156,11 @@ def mix_backward_kernel(
         o_row = i_row * D
         p_stat = p_stats + i_row * K
         b_delta = tl.zeros([1, HB, 1], tl.float32)
-        if p_grad is not None:
-            b_dx = blocks.load_row(p_grad + o_row, places)
-        else:
-            b_dx = blocks.zeros(b_q)
+        b_dx = blocks.zeros(b_q) if p_grad is None else blocks.load_row(p_grad + o_row, places)
+        if p_x is not None:
+            b_x = blocks.load_row(p_x + o_row, places)
         if p_norm_weight is not None:
             # y = x r w:  dx += r (gw - xhat mean(gw xhat)),  dw += gy xhat
-            b_x = blocks.load_row(p_x + o_row, places)
             b_gy = blocks.load_row(p_grad_y + o_row, places)
             b_w = blocks.load_row(p_norm_weight, places)
             b_r = tl.load(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32))
@@ -178,8 +171,6 @@ def mix_backward_kernel(
             b_dw = blocks.plus(b_dw, blocks.multiply(b_gy, b_xhat))
         if p_low is not None:
             # x = scale * mix, so the unscaled gradient times x is delta
-            if p_norm_weight is None:
-                b_x = blocks.load_row(p_x + o_row, places)
             x = blocks.with_low_bits(b_x, blocks.hold(p_low + o_row, places), p_x.dtype.element_ty)
             b_delta = blocks.dot_tiles(b_dx, x)
         b_dx = blocks.times(b_dx, scale)
@@ -216,10 +207,7 @@ def mix_backward_kernel(
             b_s = blocks.hold(p + o_row, places, m_n, "evict_first")
             o_stat = o_n[:, None, None]
             b_logit = tl.load(p_stat + o_stat * H + o_h, m_n & m_h, 0.0)
-            if NORMS > 1:
-                b_rstd = tl.load(p_stat + (S + o_stat) * H + o_h, m_n & m_h, 0.0)
-            else:
-                b_rstd = tl.load(p_stat + S * H + o_stat, m_n, 0.0)
+            b_rstd = tl.load(p_stat + S * H + o_stat * NORMS + o_norm, m_n & (o_norm < NORMS), 0.0)
             b_u = blocks.dot_tiles(b_s, b_dx)
             b_alpha = tl.where(m_n & m_h, tl.exp(b_logit - b_lse), 0.0)
             # a single source has weight 1 and no gradient: exactly none, whatever the rounding

@@ -3,9 +3,9 @@
 Few sources go to the kernels that hold them in registers (``resident``), many to those that stream
 them (``mix``). The streaming kernels know nothing of a sublayer's push: there it is done apart.
 
-A model calls these once a sublayer and direction, so every microsecond here is paid some hundred
-times a step. What depends on types, flags and widths alone is worked out once, in a plan. A plan is
-a function of its arguments and nothing else, so that its cache cannot confuse two kernels.
+Every microsecond here is paid some hundred times a step. What depends on types, flags and widths
+alone is worked out once, in a plan: a function of its arguments and nothing else, so that its cache
+cannot confuse two kernels.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from depthroute.errors import DepthrouteError
 from depthroute.ops import _record
 from depthroute.ops._record import Mix, MixBackward, MixGradients, MixResults
 from depthroute.ops._triton import layout
+from depthroute.ops._triton.layout import sum_rows
 from depthroute.ops._triton.mix import mix_backward_kernel, mix_forward_kernel
 from depthroute.ops._triton.resident import resident_backward_kernel, resident_forward_kernel
-from depthroute.ops._triton.sums import sum_rows
 from depthroute.ops.private.launcher import Prepared, aligned
 
 
@@ -45,21 +45,10 @@ def _plan(
 ) -> Plan:
     """``constants``: those that not all kernels have."""
     is_resident = kernel in (resident_forward_kernel, resident_backward_kernel)
-    run = Prepared(
-        kernel,
-        launch.warps,
-        reads_in_order=True,
-        H=record.heads,
-        DH=width // record.heads,
-        OFFSET=record.offset,
-        NORMS=record.heads if record.slice_norm else 1,
-        HB=block.heads,
-        BC=block.columns,
-        NT=block.count,
-        STAGES=launch.stages,
-        **constants,
-        **({"K": stats_width} if is_resident else {"BS": launch.sources}),
-    )
+    constants |= {"K": stats_width} if is_resident else {"BS": launch.sources}
+    constants |= {"H": record.heads, "NORMS": _record.num_norms(record), "OFFSET": record.offset}
+    constants |= {"D": width, "HB": block.heads, "BC": block.columns, "NT": block.count}
+    run = Prepared(kernel, launch.warps, True, STAGES=launch.stages, **constants)
     return Plan(is_resident, launch, run, stats_width)
 
 
@@ -79,22 +68,21 @@ def _rows_like(tensors: Sequence[Tensor]) -> list[Tensor]:
 VERY_FEW, FEW, FEW_ELEMENTS, WIDE = 3, 6, 6144, 4096
 """Where holding a token's sources beats streaming them in a plain forward: three or less, a few
 with few elements in all (5 of width 1024), or rows so wide that each takes several tiles.
-
 Elsewhere streaming was faster by 2 to 10% forward, and by far slower backward."""
 
 
 @cache
-def forward_plan(forced: layout.Changes, width: int, mix: Mix) -> Plan:
-    """``mix`` by its dtypes."""
+def forward_plan(forced: layout.Changes, width: int, dtypes: tuple) -> Plan:
+    mix = Mix._make(dtypes)
     sources: Any = mix.sources
     rows = [*sources, mix.output] if mix.reads_last else [*sources]
     rows += [dtype for dtype in (mix.residual, mix.prior, mix.partial) if dtype is not None]
     count, heads, pushes, first = mix.num_read, mix.heads, mix.output is not None, rows[0]
-    fits = _record.fits(count, width, first.itemsize)
     is_few = count <= VERY_FEW or (count <= FEW and count * width <= FEW_ELEMENTS)
     is_held = pushes or mix.norm_weight is not None or is_few or width > WIDE
+    is_held = is_held and {*rows, mix.dtype} == {mix.dtype}
     constants: dict[str, Any] = {"DTYPE": layout.DTYPES[first]}
-    if fits and is_held and {*rows, mix.dtype} == {mix.dtype}:
+    if is_held and _record.fits(count, width, first.itemsize):
         kernel, num_loaded = resident_forward_kernel, len(rows) + (pushes and not mix.reads_last)
         block = layout.retiled(layout.resident_tiles(width, heads, False), width, heads, forced)
         launch = layout.resident_forward_launch(block, width, num_loaded, first.itemsize)
@@ -114,9 +102,8 @@ def mix_forward(mix: Mix) -> MixResults:
     if (mix.keeps_y or not keeps_x) and not plan.is_resident:
         raise DepthrouteError("x can only be left out where its sources are held; keep it")
     rows = _row_like(example, mix.dtype)
-    x, y = rows if keeps_x else None, None
-    if norm_weight is not None:
-        y = torch.empty_like(rows) if keeps_x else rows
+    x = rows if keeps_x else None
+    y = None if norm_weight is None else torch.empty_like(rows) if keeps_x else rows
     low = torch.empty_like(rows, dtype=torch.int16) if mix.keeps_low else None
     state = last = None
     if output is not None and plan.is_resident:
@@ -128,47 +115,35 @@ def mix_forward(mix: Mix) -> MixResults:
         state, last = (None if t is None else t.contiguous() for t in (residual, last))
     stats = query.new_empty(*example.shape[:-1], plan.stats_width)
     results = stats, [t for t in (x, y, state, last, low) if t is not None]
-    tokens = rows.numel() // width
-    if not tokens:
+    if not (tokens := rows.numel() // width):
         return results
     programs = layout.num_programs(plan.launch, tokens, rows.device)
+    read, fractions = (residual, prior, prior_lse, norm_weight), (mix.eps, mix.scale, mix.norm_eps)
     if plan.is_resident:
+        tensors = query, output, partial, *read, x, y, state, last, stats
         least_gain = _record.LEAST_GAIN if mix.keeps_y else 0.0
-        plan.run(
-            programs,
-            (sources,),
-            (
-                *(query, output, partial, residual, prior, prior_lse, norm_weight),
-                *(x, y, state, last, stats),
-            ),
-            (tokens, mix.eps, mix.scale, mix.norm_eps, least_gain),
-        )
-        return results
-    sources = list(map(aligned, sources))  # a table does not keep what it points to
-    (table,) = layout.pack([sources], query)
-    plan.run(
-        programs,
-        (),
-        (table, query, residual, prior, prior_lse, norm_weight, x, low, y, stats),
-        (tokens, len(sources), plan.stats_width, mix.eps, mix.scale, mix.norm_eps),
-    )
+        plan.run(programs, (sources,), tensors, (tokens, *fractions, least_gain))
+    else:
+        sources = list(map(aligned, sources))  # a table does not keep what it points to
+        tensors = *layout.pack([sources], query), query, *read, x, low, y, stats
+        plan.run(programs, (), tensors, (tokens, len(sources), plan.stats_width, *fractions))
     return results
 
 
 @cache
-def backward_plan(forced: layout.Changes, width: int, stats_width: int, back: MixBackward) -> Plan:
-    """``back`` by its dtypes."""
+def backward_plan(forced: layout.Changes, width: int, stats_width: int, dtypes: tuple) -> Plan:
+    back = MixBackward._make(dtypes)
     sources: Any = back.sources
     rows: list[Any] = [*sources, *back.carried, *back.grads_y]
     rows += [back.prior, back.grad, back.grad_state, back.grad_last]
     rows = [dtype for dtype in rows if dtype is not None]
     count, heads, first, state = len(sources), back.heads, rows[0], back.state_dtype
     has_carried, has_norm = len(back.carried) > 0, back.norm_weight is not None
-    fits = count > 0 and _record.fits(count, width, sources[0].itemsize)
+    is_alike = {*rows, first if state is None else state} == {first}
     constants: dict[str, Any] = {"DTYPE": layout.DTYPES[sources[0] if sources else back.query]}
-    if fits and {*rows, first if state is None else state} == {first}:
+    if is_alike and _record.fits(count, width, first.itemsize):
         kernel, num_rows = resident_backward_kernel, len(rows) + (has_norm and back.x is not None)
-        block = layout.backward_tiles(width, heads, count, has_norm or has_carried)
+        block = layout.resident_tiles(width, heads, has_norm or has_carried, count)
         block = layout.retiled(block, width, heads, forced)
         launch = layout.resident_backward_launch(
             block, width, count, num_rows, first.itemsize, has_carried
@@ -191,10 +166,10 @@ def mix_backward(back: MixBackward) -> MixGradients:
     if (back.mixes_again or back.from_y) and not plan.is_resident:
         raise DepthrouteError("backward can only do without x where its sources are held; keep it")
     dsources, others = _rows_like(sources), []
-    dprior = dprior_lse = dstate = doutput = None
+    dpriors, dstate, doutput = (None, None), None, None
     if prior is not None:
-        dprior, dprior_lse = _rows_like((prior, prior_lse))
-        others += dprior, dprior_lse
+        dpriors = _rows_like((prior, prior_lse))
+        others += dpriors
     if back.state_dtype is not None:
         like = sources[0] if sources else query.expand(*stats.shape[:-1], width)
         dstate = _row_like(like, back.state_dtype)
@@ -207,30 +182,18 @@ def mix_backward(back: MixBackward) -> MixGradients:
         return dsources, query.new_zeros(num_weights, width), others
     programs = layout.num_programs(plan.launch, tokens, stats.device)
     partial = query.new_empty(programs, num_weights, width)
+    kept = prior, prior_lse, norm_weight, stats
     if plan.is_resident:
-        plan.run(
-            programs,
-            (sources, dsources, carried or None, grads_y or None),
-            (
-                *(grad, grad_state, grad_last, query, x, prior, prior_lse, norm_weight, stats),
-                *(dstate, doutput, dprior, dprior_lse, partial),
-            ),
-            (tokens, back.scale, _record.LEAST_GAIN),
-        )
+        lists = sources, dsources, carried or None, grads_y or None
+        tensors = grad, grad_state, grad_last, query, x, *kept, dstate, doutput, *dpriors, partial
+        plan.run(programs, lists, tensors, (tokens, back.scale, _record.LEAST_GAIN))
         return dsources, sum_rows(partial), others
     grad_y = sum(grads_y[1:], start=grads_y[0]) if grads_y else None
     lists = [list(map(aligned, sources)), dsources, list(map(aligned, carried))]
     tables = layout.pack(lists[: 2 + bool(carried)], stats)  # which do not keep them
-    plan.run(
-        programs,
-        (),
-        (
-            *(*tables, None)[:3],
-            *(grad, grad_y, grad_state, query, x, low, prior, prior_lse, norm_weight, stats),
-            *(dstate, dprior, dprior_lse, partial),
-        ),
-        (tokens, count, stats_width, back.scale),
-    )
+    tensors = grad, grad_y, grad_state, query, x, low, *kept, dstate, *dpriors, partial
+    tensors = *(*tables, None)[:3], *tensors
+    plan.run(programs, (), tensors, (tokens, count, stats_width, back.scale))
     if doutput is not None:  # the push is done apart
         torch.add(dstate, dsources[-1] if back.reads_last else grad_last, out=doutput)
     return dsources, sum_rows(partial), others

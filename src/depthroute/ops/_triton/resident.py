@@ -4,11 +4,10 @@ With few sources (block methods, or the newer sources of a two-phase group) a to
 program's registers. Every load is issued before the first result is needed, the softmax needs no
 rescaling, and backward knows delta exactly after one sweep: device memory sees each source once.
 
-These kernels are also the whole boundary between two sublayers, as ``Mix`` says it; what there is
-of it they see by the pointers that they are given. Backward returns dstate, and the gradient of
-``output``, which is dstate plus that of the last source. Query and norm-weight gradients are summed
-per program, written as one row each, and then over programs. What forward keeps of a token is a row
-of K numbers; see ``Mix.stats_width``.
+These kernels are also the whole boundary between two sublayers; what there is of it they see by the
+pointers that they are given. The gradient of ``output`` is dstate plus that of the last source.
+Query and norm-weight gradients are summed per program, written as one row each, and then over
+programs. What forward keeps of a token is a row of K numbers; see ``Mix.stats_width``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def resident_forward_kernel(
     least_gain,
     K: tl.constexpr,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     READS_LAST: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -55,15 +54,13 @@ def resident_forward_kernel(
 ):
     """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
     ``least_gain``: what gains nearer to zero count as, which may be 0."""
-    D: tl.constexpr = H * DH
-    LOADED: tl.constexpr = len(p_sources)
-    S: tl.constexpr = LOADED + 1 if READS_LAST else LOADED
+    S: tl.constexpr = len(p_sources) + 1 if READS_LAST else len(p_sources)
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
-    o_one = tl.zeros([1, 1, 1], tl.int32)
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
         b_w = blocks.off_zero(blocks.load_row(p_norm_weight, places), least_gain)
@@ -72,35 +69,25 @@ def resident_forward_kernel(
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         o_row = i_row * D
         p_stat = p_stats + i_row * K
-        rows = ()
-        for n in tl.static_range(LOADED):
-            rows = rows + (blocks.hold(p_sources[n] + o_row, places),)
+        rows = [blocks.hold(p_source + o_row, places) for p_source in p_sources]
         if p_prior is not None:
             b_prior = blocks.hold(p_prior + o_row, places)
         if p_residual is not None:
             b_state = blocks.hold(p_residual + o_row, places)
         if p_output is not None:
-            b_output = blocks.hold(p_output + o_row, places)
+            b_last = blocks.hold(p_output + o_row, places)
+            b_wide = blocks.widen(b_last)
             if p_partial is not None:
                 b_last = blocks.hold(p_partial + o_row, places)
-            b_wide = blocks.widen(b_output)
             if p_residual is not None:
                 b_state = blocks.narrow(blocks.plus(blocks.widen(b_state), b_wide), DTYPE)
                 blocks.store_row(p_state + o_row, b_state, places)
             if p_partial is not None:
                 b_last = blocks.narrow(blocks.plus(blocks.widen(b_last), b_wide), DTYPE)
                 blocks.store_row(p_last + o_row, b_last, places)
-            else:
-                b_last = b_output
             if READS_LAST:
-                rows = rows + (b_last,)
-        squares, dots = (), ()
-        for n in tl.static_range(0, S - 1, 2):
-            s0, d0, s1, d1 = blocks.squares_and_dots(rows[n : n + 2], b_q)
-            squares, dots = squares + (s0, s1), dots + (d0, d1)
-        if S % 2 == 1:
-            s0, d0 = blocks.squares_and_dots(rows[S - 1 : S], b_q)
-            squares, dots = squares + (s0,), dots + (d0,)
+                rows = rows + [b_last]
+        sums = blocks.squares_and_dots(rows, b_q)
         b_top = tl.full([1, HB, 1], float("-inf"), tl.float32)
         count = S + 1 if p_prior is not None else S
         if p_prior is not None:
@@ -108,13 +95,10 @@ def resident_forward_kernel(
             b_top = b_prior_lse
         logits = ()
         for n in tl.static_range(S):
-            b_rstd = tl.rsqrt(blocks.over_norm_group(squares[n], NORMS) / (D // NORMS) + eps)
-            b_logit = dots[n] * b_rstd
+            b_rstd = tl.rsqrt(blocks.over_norm_group(sums[2 * n], NORMS) / (D // NORMS) + eps)
+            b_logit = sums[2 * n + 1] * b_rstd
             tl.store(p_stat + n * H + o_h, b_logit, m_h)
-            if NORMS > 1:
-                tl.store(p_stat + (S + n) * H + o_h, b_rstd, m_h)
-            else:
-                tl.store(p_stat + S * H + n + o_one, b_rstd)
+            tl.store(p_stat + S * H + n * NORMS + o_norm, b_rstd, o_norm < NORMS)
             b_top = tl.maximum(b_top, b_logit)
             logits = logits + (b_logit,)
         b_total = tl.zeros([1, HB, 1], tl.float32)
@@ -145,7 +129,7 @@ def resident_forward_kernel(
         if p_norm_weight is not None:
             b_y, b_r = blocks.normed(blocks.again(b_held), b_w, D, norm_eps)
             blocks.store_row(p_y + o_row, b_y, places)
-            tl.store(p_stat + K - 1 + o_one, b_r)
+            tl.store(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32), b_r)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -173,7 +157,7 @@ def resident_backward_kernel(
     least_gain,
     K: tl.constexpr,
     H: tl.constexpr,
-    DH: tl.constexpr,
+    D: tl.constexpr,
     DTYPE: tl.constexpr,
     READS_LAST: tl.constexpr,
     MIXES_AGAIN: tl.constexpr,
@@ -189,19 +173,17 @@ def resident_backward_kernel(
     ``grad_last`` is that of a last block sum which this place does not read. A norm needs x. With
     ``FROM_Y`` what is passed as x is y, which the gains make x again; with ``MIXES_AGAIN`` x is
     mixed once more, and what is passed is the state it was added to, if there is one."""
-    D: tl.constexpr = H * DH
     S: tl.constexpr = len(p_sources)
     i_program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
-    o_one = tl.zeros([1, 1, 1], tl.int32)
-    places = blocks.places_of_row(H, DH, HB, BC, NT)
+    o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
+    places = blocks.places_of_row(H, D, HB, BC, NT)
     b_q = blocks.load_row(p_query, places)
     if p_norm_weight is not None:
         b_w = blocks.load_row(p_norm_weight, places)
-        if FROM_Y:
-            b_w = blocks.off_zero(b_w, least_gain)
+        b_w = blocks.off_zero(b_w, least_gain) if FROM_Y else b_w
     b_dq = blocks.zeros(b_q)
     b_dw = blocks.zeros(b_q)
     num_rows = (N - i_program + num_programs - 1) // num_programs
@@ -218,14 +200,12 @@ def resident_backward_kernel(
                 b_gy = blocks.narrow(b_g, DTYPE)
             if p_x is not None:
                 b_x = blocks.hold(p_x + o_row, places)  # or the state, or y
-            b_r = tl.load(p_stat + K - 1 + o_one)
+            b_r = tl.load(p_stat + K - 1 + tl.zeros([1, 1, 1], tl.int32))
         if p_grad is not None:
             b_grad = blocks.hold(p_grad + o_row, places)
         if p_grad_state is not None:
             b_dstate = blocks.hold(p_grad_state + o_row, places)
-        rows = ()
-        for n in tl.static_range(S):
-            rows = rows + (blocks.hold(p_sources[n] + o_row, places),)
+        rows = [blocks.hold(p_source + o_row, places) for p_source in p_sources]
         b_lse = tl.load(p_stat + S * (H + NORMS) + o_h, m_h, 0.0)
         count = S + 1 if p_prior is not None else S
         if p_prior is not None:
@@ -238,9 +218,7 @@ def resident_backward_kernel(
             b_alpha = tl.where(m_h, tl.exp(b_logit - b_lse), 0.0)
             alphas, logits = alphas + (b_alpha,), logits + (b_logit,)
         if MIXES_AGAIN:
-            b_mix = blocks.zeros(b_q)
-            if p_x is not None:
-                b_mix = blocks.widen(b_x)
+            b_mix = blocks.zeros(b_q) if p_x is None else blocks.widen(b_x)
             for n in tl.static_range(S):
                 b_weight = blocks.offset_weight(alphas[n], count, OFFSET)
                 b_mix = blocks.axpy(b_weight, blocks.widen(rows[n]), b_mix)
@@ -269,18 +247,10 @@ def resident_backward_kernel(
             b_dx = blocks.widen(b_grad)
         b_dx = blocks.times(b_dx, scale)
         if p_dstate is not None:
-            if p_grad_state is not None:
-                b_dstate = blocks.narrow(blocks.plus(b_dx, blocks.widen(b_dstate)), DTYPE)
-            else:
-                b_dstate = blocks.narrow(b_dx, DTYPE)
+            b_sum = b_dx if p_grad_state is None else blocks.plus(b_dx, blocks.widen(b_dstate))
+            b_dstate = blocks.narrow(b_sum, DTYPE)
             blocks.store_row(p_dstate + o_row, b_dstate, places)
-        us = ()
-        for n in tl.static_range(0, S - 3, 4):
-            us = us + blocks.sum_columns(blocks.products(rows[n : n + 4], b_dx))
-        if S % 4 >= 2:
-            us = us + blocks.sum_columns(blocks.products(rows[S // 4 * 4 : S // 4 * 4 + 2], b_dx))
-        if S % 2 == 1:
-            us = us + (blocks.dot_tiles(blocks.again(rows[S - 1]), b_dx),)
+        us = blocks.dots(rows, b_dx)
         b_delta = tl.zeros([1, HB, 1], tl.float32)
         if p_prior is not None:
             b_prior_u = blocks.dot_tiles(blocks.again(b_prior), b_dx)
@@ -288,10 +258,7 @@ def resident_backward_kernel(
         for n in tl.static_range(S):
             b_delta += alphas[n] * us[n]
         for n in tl.static_range(S):
-            if NORMS > 1:
-                b_rstd = tl.load(p_stat + (S + n) * H + o_h, m_h, 0.0)
-            else:
-                b_rstd = tl.load(p_stat + S * H + n + o_one)
+            b_rstd = tl.load(p_stat + S * H + n * NORMS + o_norm, o_norm < NORMS, 0.0)
             b_ds = alphas[n] * (us[n] - b_delta)
             if S == 1 and p_prior is None:
                 b_ds = b_ds * 0.0  # a single source has weight 1 and no gradient through it
@@ -304,12 +271,10 @@ def resident_backward_kernel(
                 # fetched with the others, but read from shared memory only now: fewer registers
                 out = blocks.plus(out, blocks.load_row(p_carried[n] + o_row, places))
             blocks.store_row(p_dsources[n] + o_row, out, places)
-            if p_doutput is not None and READS_LAST and n == S - 1:
-                b_sum = blocks.plus(out, blocks.again(b_dstate))
-                blocks.store_row(p_doutput + o_row, b_sum, places)
-        if p_doutput is not None and not READS_LAST:
-            out = blocks.plus(blocks.load_row(p_grad_last + o_row, places), blocks.again(b_dstate))
-            blocks.store_row(p_doutput + o_row, out, places)
+        if p_doutput is not None:
+            b_last = out if READS_LAST else blocks.load_row(p_grad_last + o_row, places)
+            b_sum = blocks.plus(b_last, blocks.again(b_dstate))
+            blocks.store_row(p_doutput + o_row, b_sum, places)
         if p_prior is not None:
             b_weight = blocks.offset_weight(b_prior_alpha, count, OFFSET)
             blocks.store_row(p_dprior + o_row, blocks.times(b_dx, b_weight), places)

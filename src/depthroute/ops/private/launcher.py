@@ -21,12 +21,13 @@ A launch of meta tensors compiles the kernel and launches nothing; see
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import lru_cache, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+_SAME_DEVICE = contextlib.nullcontext()
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """For launches that are Triton's own: its driver's device is the tensor's."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _SAME_DEVICE
+    return torch.cuda.device(tensor.device)
+
+
 def _is_watched() -> bool:
     runtime = knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -89,6 +100,23 @@ def _in_order(
 ) -> tuple[list[list[Tensor] | None], list[Tensor | None]]:
     copied = [None if t is None else list(map(aligned, t)) for t in lists]
     return copied, [None if t is None else aligned(t) for t in tensors]
+
+
+def _in_turn(
+    lists: Sequence[Sequence[Tensor] | None], tensors: Sequence[Tensor | None]
+) -> Callable[[tuple[int | None, ...]], tuple[Any, ...]]:
+    """Makes the arguments of the addresses of those that are there (:func:`_present`) and a None:
+    which of them are is the same at every launch."""
+    end, places = 0, []
+    for listed in lists:
+        start, end = end, end + len(listed or ())
+        places.append(-1 if listed is None else slice(start, end))
+    for tensor in tensors:
+        places.append(-1 if tensor is None else end)
+        end += tensor is not None
+    if len(places) == 1:  # of one alone, itemgetter makes no tuple
+        return lambda addresses: (addresses[places[0]],)
+    return itemgetter(*places)
 
 
 _launched: dict[int, Any] = {}
@@ -167,7 +195,9 @@ class Prepared:
     not aligned, are copied first. None that it writes to may be such.
     """
 
-    __slots__ = ("_ahead", "_compiled", "_constants", "_kernel", "_reads_in_order", "_tail")
+    __slots__ = (
+        *("_ahead", "_compiled", "_constants", "_in_turn", "_kernel", "_reads_in_order", "_tail"),
+    )
 
     def __init__(
         self, kernel: Any, num_warps: int, reads_in_order: bool = False, **constants: Any
@@ -177,6 +207,7 @@ class Prepared:
         self._compiled: dict[int, Any] = {}
         self._ahead: Future[float] | None = None
         self._tail: tuple[Any, ...] = ()
+        self._in_turn: Callable[[tuple[int | None, ...]], tuple[Any, ...]] = tuple
         if isinstance(kernel, JITFunction):
             self._tail = tuple(constants[p.name] for p in kernel.params if p.is_constexpr)
             last = kernel.params[-len(constants) :]
@@ -197,7 +228,7 @@ class Prepared:
             with torch.cuda.device(index):
                 self(programs, lists, tensors, numbers)
             return
-        addresses = list(map(_address, given))
+        addresses = tuple(map(_address, given))
         is_aligned = not reduce(or_, addresses) & 15
         if self._reads_in_order and not (is_aligned and all(map(_is_contiguous, given))):
             self(programs, *_in_order(lists, tensors), numbers)
@@ -206,7 +237,7 @@ class Prepared:
             IS_KNOWN
             and is_aligned
             and not devices
-            and max(numbers, default=0) <= MAX_INT32
+            and (not numbers or max(numbers) <= MAX_INT32)
             and not _is_watched()
         )
         compiled = self._compiled.get(index) if is_usual else None
@@ -214,16 +245,10 @@ class Prepared:
             made = self._by_triton(programs, lists, tensors, numbers)
             if is_usual and made is not None:  # the interpreter makes nothing
                 self._compiled[index] = made
+                self._in_turn = _in_turn(lists, tensors)
             return
         active: Any = driver.active
         stream = active.get_current_stream(index if index >= 0 else active.get_current_device())
-        of_lists: list[tuple[int, ...] | None] = []
-        first = 0
-        for listed in lists:
-            end = first if listed is None else first + len(listed)
-            of_lists.append(None if listed is None else tuple(addresses[first:end]))
-            first = end
-        address = iter(addresses[first:])
         compiled.run(
             programs,
             1,
@@ -234,8 +259,7 @@ class Prepared:
             None,  # for hooks, of which there are none
             None,
             None,
-            *of_lists,
-            *[None if t is None else next(address) for t in tensors],
+            *self._in_turn((*addresses, None)),
             *numbers,
             *self._tail,
         )
