@@ -66,7 +66,7 @@ def write_scores(
     width, dtype, parts, heads = *queries.shape[1:], queries.dtype, rstd.shape[-1], logits.shape[-1]
     sliced = queries.view(-1, heads, width // heads)
     for source, norm, dots in zip(sources, rstd.unbind(), logits.unbind(), strict=True):
-        s = _as(source, dtype)
+        s = source if source.dtype == dtype else source.to(dtype)
         if parts == 1:
             torch.linalg.vector_norm(s, dim=-1, keepdim=True, out=norm)
         else:
@@ -121,7 +121,7 @@ def _split(stats: Tensor, count: int, record: Mix | MixBackward) -> tuple[Tensor
     return flat[:end].view(count, tokens, parts), flat[end:].view(count, tokens, record.heads)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -129,8 +129,8 @@ def _with_prior(record: Any, sources: list[Tensor], logits: Tensor) -> tuple[lis
     """Everything that has a weight, and the logits."""
     if record.prior is None:
         return sources, logits
-    prior_lse = _rows(record.prior_lse).unsqueeze(0)
-    return [_rows(record.prior), *sources], torch.cat([prior_lse, logits])
+    prior_lse = as_rows(record.prior_lse).unsqueeze(0)
+    return [as_rows(record.prior), *sources], torch.cat([prior_lse, logits])
 
 
 FEW_TOKENS, FEW_ELEMENTS = 16, 1 << 15
@@ -170,7 +170,7 @@ def few_forward(mix: Mix) -> Tensor:
 @_unrounded
 def mix_forward(mix: Mix) -> MixResults:
     query, scale, shape = mix.query, mix.scale, mix.example.shape
-    sources = mix.sources if len(shape) == 2 else [_rows(s) for s in mix.sources]
+    sources = mix.sources if len(shape) == 2 else [as_rows(s) for s in mix.sources]
     stats = query.new_empty(*shape[:-1], mix.num_scores)
     rstd, logits = _split(stats, len(sources), mix)
     if sources:  # there may be a finished group with nothing newer
@@ -178,7 +178,7 @@ def mix_forward(mix: Mix) -> MixResults:
     values, logits = _with_prior(mix, sources, logits)
     x = weighted_sum(used_weights(logits, mix.offset, scale), values)
     if mix.residual is not None:
-        x.add_(_rows(mix.residual), alpha=scale)
+        x.add_(as_rows(mix.residual), alpha=scale)
     return stats, [_as(x, mix.dtype).view(shape)]
 
 
@@ -188,7 +188,7 @@ def weighted_sum(weights: Tensor, values: Sequence[Tensor], start: Tensor | None
     first = _as(values[0], dtype)
     x = weight * first if start is None else torch.addcmul(start, weight, first)
     for weight, value in zip(others, values[1:], strict=True):
-        x.addcmul_(weight, _as(value, dtype))
+        x.addcmul_(weight, value if value.dtype == dtype else value.to(dtype))
     return x
 
 
@@ -200,7 +200,7 @@ def mix_backward(back: MixBackward) -> MixGradients:
     assert back.grad is not None
     query, heads, prior, shape = back.query, back.heads, back.prior, back.grad.shape
     dtype, width = query.dtype, shape[-1]
-    dx, sources = _as(_rows(back.grad), dtype), [_rows(s) for s in back.sources]
+    dx, sources = _as(as_rows(back.grad), dtype), [as_rows(s) for s in back.sources]
     dx = dx if back.scale == 1.0 else dx * back.scale
     rstd, logits = _split(back.stats, len(sources), back)
     values, every = _with_prior(back, sources, logits)
@@ -234,7 +234,7 @@ def weight_gradients(
     alpha = torch.softmax(logits, 0)  # exp(logit - lse) would lose digits where logits are large
     u, heads, dtype = torch.empty_like(alpha), logits.shape[-1], logits.dtype
     for value, dots in zip(values, u.unbind(), strict=True):
-        wide_value = _as(value, dtype)
+        wide_value = value if value.dtype == dtype else value.to(dtype)
         for dx, dot in zip(grads, dots.unbind(), strict=True):
             _pair_dot(dx, wide_value, heads, dot)
     of_weights = alpha * u
@@ -249,7 +249,7 @@ def score_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Of a source, unrounded, and of its queries from those of its logits [G, N, H]."""
     (count, width), heads = queries.shape, logits.shape[-1]
-    s = _as(_rows(source), queries.dtype)
+    s = _as(as_rows(source), queries.dtype)
     through, pull = _through_norm(dlogits, logits, rstd, width)
     dsource = _spread(pull.sum(0), width) * s
     with unrounded(source.device.type):

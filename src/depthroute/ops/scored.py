@@ -42,9 +42,9 @@ class Score(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, eps, heads, slice_norm, queries, gains, source):
-        q, rows = folded(queries, gains, source.dtype), source.reshape(-1, source.shape[-1])
-        rstd = q.new_empty(1, len(rows), heads if slice_norm else 1)
-        logits = q.new_empty(1, len(q), len(rows), heads)
+        q, rows = folded(queries, gains, source.dtype), _torch.as_rows(source)
+        rstd = q.new_empty(1, rows.shape[0], heads if slice_norm else 1)
+        logits = q.new_empty(1, q.shape[0], rows.shape[0], heads)
         with _torch.unrounded(source.device.type):
             _torch.write_scores([rows], q, eps, rstd, logits)
         ctx.save_for_backward(queries, gains, q, rstd[0], logits[0], source)
