@@ -99,8 +99,9 @@ def test_what_is_made_again_is_what_was_read_to_the_bit(dtype, monkeypatch):
 
 def test_a_captured_step_makes_it_again_at_every_replay(monkeypatch):
     """Gradients of other tokens than those it was captured with. Eager attention makes its mask on
-    the host, which cannot be captured."""
-    model, ids = routed(torch.bfloat16, "sdpa"), tokens()
+    the host, which cannot be captured, and another may add in another order when it is: in bf16
+    that is as much as small gradients are, so that they are fp32."""
+    model, ids = routed(torch.float32, "sdpa"), tokens()
     plain = copy.deepcopy(model)  # the captured one's gradients belong to the stream of its capture
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -121,6 +122,6 @@ def test_a_captured_step_makes_it_again_at_every_replay(monkeypatch):
         with monkeypatch.context() as patched:
             keep(patched)
             expected, gradients, *_ = step(plain, ids)
-        torch.testing.assert_close(found[0], expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
         for name, gradient in gradients.items():
-            torch.testing.assert_close(found[1][name], gradient, rtol=2e-2, atol=1e-4)
+            assert (found[1][name] - gradient).norm() <= 1e-3 * gradient.norm(), name
