@@ -83,9 +83,11 @@ def causal_mask(**given: Any) -> Tensor | BlockMask | None:
     return sdpa_mask(**given)
 
 
-def has_room_for_all(cache: Any) -> bool:
-    """Whether every layer of a static cache keeps every token, so that one mask serves all."""
-    return all(type(layer) is StaticLayer for layer in cache.layers)
+def is_left_to(model: Any, cache: Any) -> bool:
+    """Whether ``forward`` may make the mask of a token: every layer of a static cache keeps every
+    token, and attention reads a mask as any other tensor, so that a graph can hold its making."""
+    is_dense = model.config._attn_implementation in ("eager", "sdpa", IMPLEMENTATION)
+    return is_dense and all(type(layer) is StaticLayer for layer in cache.layers)
 
 
 def whole_padding(mask: Tensor | None, cache: Any) -> Tensor | None:

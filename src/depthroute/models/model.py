@@ -294,7 +294,7 @@ class RoutedCausalLM(RoutedHead):
         """What ``generate`` hands to ``forward`` beside a cache that can be compiled with it."""
         inherited = getattr(super(), "create_masks_for_generate", None)
         is_token = inputs_embeds.shape[1] == 1
-        if inherited is None and is_token and attention.has_room_for_all(past_key_values):
+        if inherited is None and is_token and attention.is_left_to(self, past_key_values):
             return attention.whole_padding(attention_mask, past_key_values)
         given |= {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values}
         make = inherited or create_masks_for_generate

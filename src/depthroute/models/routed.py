@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from depthroute.errors import DepthrouteError
@@ -88,7 +88,7 @@ class RoutedLayer(nn.Module):
             state = self._start(state)
         if _is_recomputed(self):
             return self._checkpointed(state, kwargs).handed_on()
-        if is_compiling() and not is_watched:  # or every class of the layer's would be guarded
+        if is_dynamo_compiling() and not is_watched:  # or all classes of the layer were guarded
             after = self.forward(state, **kwargs)
         else:
             after = nn.Module.__call__(self, state, **kwargs)
