@@ -2,7 +2,7 @@
 
 Triton decides at import whether to interpret, so in an ordinary test process this file only starts
 others with TRITON_INTERPRET=1, which run the tests marked ``interpreter``: most of those below,
-and those of test_tuning, test_inductor, test_kept and test_remade.
+and those of test_tuning, test_inductor, test_kept, test_remade and test_fused_regions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.mark.parametrize(
-    "names", [["kernels_interpreter"], ["tuning", "inductor"], ["kept", "remade"]]
+    "names", [["kernels_interpreter"], ["tuning", "inductor"], ["kept", "remade", "fused_regions"]]
 )
 def test_every_kernel_agrees_with_its_definition_in_the_interpreter(names):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

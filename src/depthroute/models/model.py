@@ -23,7 +23,7 @@ from depthroute.models.architecture import Architecture, architecture_for
 from depthroute.models.configuration import has_shim
 from depthroute.models.folder import check_weights
 from depthroute.models.loaded import check_tensors, in_one_line
-from depthroute.models.regions import Regions
+from depthroute.models.regions import NORM, Regions
 from depthroute.models.routed import LoopedLayers, plain_layer, routed_layer
 from depthroute.nn import Site, Sites
 from depthroute.ops.private.regions import call_through
@@ -358,7 +358,7 @@ def compile_regions(model: nn.Module, backend: Any = "inductor", **options: Any)
         regions, spec = Regions(backend=backend, **options), decoder.architecture
         for layer in getattr(decoder, spec.layers):
             layer.regions = regions
-        call_through(getattr(decoder, spec.final_norm), partial(regions.call, "final_norm"))
+        call_through(getattr(decoder, spec.final_norm), partial(regions.call, NORM))
 
 
 def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:

@@ -20,6 +20,9 @@ from depthroute.ops.private.regions import compiled_alone
 
 logger = logging.getLogger("depthroute")
 
+NORM = "norm"
+"""The region of a norm by itself: the last, and one that no kernel applies where others are."""
+
 
 def called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     """In place of :meth:`Regions.call`, uncompiled."""

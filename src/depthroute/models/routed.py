@@ -44,11 +44,12 @@ from depthroute.models.hooks import (
     show_state,
     show_to_everyone,
 )
-from depthroute.models.regions import Regions, called
+from depthroute.models.regions import NORM, Regions, called
 from depthroute.models.state import LayerState
 from depthroute.nn import PreNorm, ResidualStream
 from depthroute.nn.remade import remaking
 from depthroute.ops import keeping_backend
+from depthroute.ops.private.regions import plain_call
 
 
 class RoutedLayer(nn.Module):
@@ -178,15 +179,20 @@ class RoutedLayer(nn.Module):
         """What a sublayer reads, the norm that is still to be applied to it, the stream, and what
         runs the sublayer: ``call``, or that without keeping what is read."""
         assert stream.sites is not None
-        site = stream.sites.at(stream.index)
+        site, place = stream.sites.at(stream.index), stream.place
         site = site if site is None or read == 0 else site.reads[read]
-        wants_norm = stream.is_one_kernel and not self.is_parallel
-        norm = self._kernel_norm(sublayer) if wants_norm else None
+        in_kernels = stream.most_fused > 0 and not self.is_parallel
+        norm = known = self._kernel_norm(sublayer) if in_kernels else None
+        if norm is not None and not stream.is_one_kernel:
+            norm = None
         x, after = stream.read(site, norm)
+        if norm is None and known is not None and not place.chooses:
+            # apart, as where a kernel does it: the sublayer is then the graph of all others
+            return call(NORM, plain_call, known.apply, x), None, after, call
         if norm is None:
             return x, sublayer.norm, after, call
         # a layer that is run again in backward keeps nothing, and would make it twice
-        if after.plan.places[after.index].remakes and not _is_recomputed(self):
+        if place.remakes and not _is_recomputed(self):
             call = remaking(call, x, after, site, norm)
         return x, None, after, call
 
