@@ -28,6 +28,8 @@ NOT_RUN, NOT_TESTABLE = "not yet run", "not testable here"
 CONFIRMED, NOT_CONFIRMED, CONTRADICTED = "confirmed", "not confirmed", "contradicted"
 DEEP = 2 / 3
 """Layers from here on are deep: the last third."""
+TEXT = ("sha256", "validation_sha256", "tokenizer")
+"""What says that two runs read the same."""
 BySeed = dict[str, float]
 
 
@@ -54,13 +56,14 @@ class Field:
         parts += [] if base is None else [f"{base} fine-tuned"]
         many = "" if epochs is None else f" ({epochs:.2g} epochs)"
         parts.append(f"{_count(summary['tokens'])} tokens{many}")
-        seeds = len(summary["seeds"])
+        seeds = len({seed for series in self.series.values() for seed in _loss(series)})
         return ", ".join([*parts, f"{seeds} seed{'' if seeds == 1 else 's'}"])
 
 
 def fields(grid: str) -> list[Field]:
     """Of a grid's data, smallest first; none before it is run. Runs that were given the same
-    batches and share no method are one field, however many directories they came in."""
+    batches and share no method are one field, however many directories they came in, and so are
+    those that train its methods again, as it does, with other seeds."""
     name = plan()["grid"][grid]["data"]
     if not data_files(name):
         return []
@@ -71,9 +74,58 @@ def fields(grid: str) -> list[Field]:
         key: Any = (summary["base_parameters"], summary["tokens"], str(summary["data_order"]))
         if not summary["data_order"] or (key in found and found[key].series.keys() & own.keys()):
             key = position
+        known = next((field for field in found.values() if _continues(field, run, own)), None)
+        if known is not None:
+            known.series.update({m: _joined(known.series[m], own[m]) for m in own})
+            continue
         field = found.setdefault(key, Field(grid, run, {}))
         field.series.update(own)
     return sorted(found.values(), key=lambda field: field.run["summary"]["base_parameters"] or 0)
+
+
+def _continues(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]) -> bool:
+    """Whether ``run`` is more seeds of the field's methods: of the same shape, on the same text, at
+    the settings that were chosen for each."""
+    ours, theirs = (r["summary"]["base_parameters"] for r in (field.run, run))
+    texts = [{name: text.get(name) for name in TEXT} for text in _of(field, run, "data")]
+    shapes = [preset["model"] for preset in _of(field, run, "preset")]
+    is_known = texts[0]["sha256"] is not None
+    if not is_known or ours != theirs or texts[0] != texts[1] or shapes[0] != shapes[1]:
+        return False
+    for method, series in own.items():
+        known = field.series.get(method)
+        if known is None or _loss(known).keys() & _loss(series).keys():
+            return False
+        settings = [_trained(r, method) for r in (field.run, run)]
+        both = settings[0].keys() & settings[1].keys()
+        if any(settings[0][name] != settings[1][name] for name in both):
+            return False
+    return True
+
+
+def _of(field: Field, run: dict[str, Any], name: str) -> list[Any]:
+    return [each["config"][name] for each in (field.run, run)]
+
+
+def _trained(run: dict[str, Any], method: str) -> dict[str, Any]:
+    """How, as far as it is known: what follows from a swept value is not kept for each."""
+    config = run["config"]
+    settings = {k: v for k, v in config["train"].items() if v != "by method"}
+    sweep = config.get("sweep")
+    return (
+        settings
+        if sweep is None
+        else settings | {sweep["name"]: sweep["methods"][method]["chosen"]}
+    )
+
+
+def _joined(series: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """With the losses and traces of more seeds; what is drawn stays that of the first."""
+    losses = {int(seed): loss for each in (series, more) for seed, loss in _loss(each).items()}
+    diverged = series["row"]["diverged"] + more["row"]["diverged"]
+    row = series["row"] | {"validation_loss": over_seeds(losses), "diverged": diverged}
+    by_seed = {name: series[name] | more[name] for name in ("by_seed", "scores")}
+    return series | {"row": row} | by_seed
 
 
 def _loss(series: dict[str, Any]) -> BySeed:

@@ -223,6 +223,36 @@ def test_runs_are_added_to_what_a_data_file_has(results, tmp_path):
         put(results, "a", tmp_path / "other.json", two)
 
 
+def of_text(path, sha256="a text", **train):
+    """The run of ``path``, said to be of that text and trained with other settings."""
+    config = json.loads((path / "config.json").read_text())
+    config["data"]["sha256"] = sha256
+    config["train"] |= train
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_more_seeds_join_what_a_sweep_chose(results, tmp_path):
+    methods = "standard", "delta"
+    swept = of_text(write_sweep(tmp_path / "swept", methods), lr="by method")
+    put(results, "a", swept)
+    (before,) = evidence.fields("a")
+
+    def fields(name, seeds=(2, 3), sha256="a text", lr=0.003):
+        run = write_run(tmp_path / name, methods, seeds=seeds, steps=10)
+        put(results, "a", swept, of_text(run, sha256, lr=lr))
+        return evidence.fields("a")
+
+    (after,) = fields("more")
+    assert "2 seeds" in before.words and "4 seeds" in after.words
+    few, many = (evidence.difference(f, "delta", "standard")["by_seed"] for f in (before, after))
+    assert few.items() <= many.items() and [*many] == [*"0123"]
+    assert [len(f.series["delta"]["by_seed"]) for f in (before, after)] == [2, 4]
+    assert len(fields("known seeds", seeds=(1, 2))) == 2
+    assert len(fields("another rate", lr=0.001)) == 2
+    assert len(fields("another text", sha256="another")) == 2
+
+
 def test_runs_of_different_length_are_each_judged_at_their_end(results, tmp_path):
     short = write_run(tmp_path / "short", METHODS, seeds=(0, 1, 2), steps=20)
     long = write_run(tmp_path / "long", METHODS, seeds=(0, 1, 2), steps=40)

@@ -184,7 +184,7 @@ def test_a_launch_is_dispatched_for_whoever_sees_or_replaces_tensors():
     assert "depthroute.depth_mix_group_triton_noted.default" in seen.names
     assert reached.pop() is not group
 
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         op(group)
     names = {event.key for event in profile.key_averages()}
     assert "depthroute::depth_mix_group_triton_noted" in names

@@ -104,6 +104,15 @@ def test_every_method_runs_every_value_on_the_tuning_seed_and_reports_others_at_
         )
 
 
+def test_settings_are_those_of_the_reported_runs(finished):
+    """One of a method where they differ, else the one that all have: never that before tuning."""
+    path, summary, _ = finished
+    chosen = {tuned["chosen"] for tuned in summary["sweep"]["methods"].values()}
+    config, _, _ = layout.read_sweep(path)
+    assert config["train"]["lr"] == (chosen.pop() if len(chosen) == 1 else "by method")
+    assert SETTINGS.lr not in RATES
+
+
 def test_reported_losses_are_those_of_the_chosen_value_and_have_students_interval(finished):
     path, summary, _ = finished
 

@@ -500,3 +500,18 @@ def test_equal_time_goes_on_with_the_steps_it_had_measured(tmp_path, monkeypatch
 def test_a_copy_without_its_history_is_told_its_commit(monkeypatch):
     monkeypatch.setenv("DEPTHROUTE_COMMIT", "0123abc")
     assert environment.describe()["commit"] == "0123abc"
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("1", [0]), ("3", [0, 1, 2]), ("3-5", [3, 4, 5]), ("7-7", [7])]
+)
+def test_seeds_are_a_count_or_a_range(text, seeds):
+    assert prepare.parse_seeds(text) == tuple(seeds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "5-3", "-1", "1-", "a", "1.5", "998-1000", "1001", "1e3"]
+)
+def test_other_seeds_are_refused_with_what_to_give(text):
+    with pytest.raises(ConfigError, match="give how many, such as 3, or the first and the last"):
+        prepare.parse_seeds(text)

@@ -31,7 +31,13 @@ def compare(
     methods: Annotated[
         str, typer.Option(help=f"Comma-separated: {METHODS}.", show_default=", ".join(COMPARED))
     ] = ",".join(COMPARED),
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="How many seeds: 0, 1, ...")] = 2,
+    seeds: Annotated[
+        str,
+        typer.Option(
+            help="How many: 0, 1, ...; or the first and the last, such as 3-5, those that an "
+            "earlier comparison has not."
+        ),
+    ] = "2",
     equal: Annotated[
         str,
         typer.Option(
@@ -83,7 +89,7 @@ def compare(
             return prepare.comparison(
                 preset=preset,
                 methods=methods,
-                num_seeds=seeds,
+                seeds=seeds,
                 source=source,
                 device=options.device,
                 changes=changes,

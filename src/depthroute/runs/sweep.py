@@ -172,7 +172,7 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
                 traces += _traces(part)
     records += [r for r in run.records() if r.get("method") in (None, *reported)]
     swept = config["sweep"] | {"methods": {n: c.to_dict() for n, c in chosen.items()}}
-    train = config["train"] | _differing([s["train"] for s in settings])
+    train = config["train"] | _trained([s["train"] for s in settings])
     methods = reported or config["methods"]
     return config | {"sweep": swept, "train": train, "methods": methods}, records, traces
 
@@ -190,10 +190,13 @@ def _config(path: Path, shape: Shape) -> dict[str, Any]:
     return config
 
 
-def _differing(settings: Records) -> dict[str, Any]:
-    """Settings that are not the same in all runs."""
+def _trained(settings: Records) -> dict[str, Any]:
+    """Of the reported runs: a setting that is not the same in all of them is the method's."""
     names = settings[0] if settings else {}
-    return {n: "by method" for n in names if any(s.get(n) != names[n] for s in settings)}
+    return {
+        name: value if all(s.get(name) == value for s in settings) else "by method"
+        for name, value in names.items()
+    }
 
 
 def _traces(run: RunDirectory) -> list[dict[str, Any]]:

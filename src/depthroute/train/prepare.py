@@ -29,11 +29,29 @@ ONE_RUN_ONLY = {
 }
 
 
+FIRST_CHOOSING_SEED = 1000
+"""Of those that choose in a sweep; reported seeds are below it."""
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """How many there are from 0 on, or the first and the last of them: ``3-5`` beside ``3``."""
+    numbers = range(0)
+    if match := re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", text):
+        first, last = match.groups()
+        numbers = range(int(first)) if last is None else range(int(first), int(last) + 1)
+    if not numbers or numbers[-1] >= FIRST_CHOOSING_SEED:
+        raise ConfigError(
+            f"--seeds {shown(text)}: give how many, such as 3, or the first and the last of them, "
+            f"such as 3-5, below {FIRST_CHOOSING_SEED}"
+        )
+    return tuple(numbers)
+
+
 def comparison(
     *,
     preset: str = "tiny",
     methods: str,
-    num_seeds: int = 2,
+    seeds: str = "2",
     source: TextSource | None = None,
     device: str = "auto",
     changes: dict[str, Any] | None = None,
@@ -41,7 +59,9 @@ def comparison(
     equal: str = "tokens",
     on_progress: Callable[[tokenise.Progress], None] = lambda progress: None,
 ) -> Comparison:
-    """``source`` left out is the running Python's standard library, read as bytes."""
+    """``source`` left out is the running Python's standard library, read as bytes; ``seeds`` as
+    :func:`parse_seeds` has them."""
+    numbers = parse_seeds(seeds)
     chosen = presets.with_model(presets.get(preset), shape or {})
     parsed, where = parse_methods(methods), choose_device(device)
     # so that a block too long for this model is refused now and not after the first method
@@ -57,7 +77,6 @@ def comparison(
             )
     settings = from_preset(chosen, changes)
     check_length(settings, chosen.model.get("max_position_embeddings"))
-    seeds = tuple(range(num_seeds))
     if source is not None:
         tokens = sources.prepare(source, sources.default_tokenizer(chosen, source), on_progress)
         index = read_index(tokens.folder, verify=False)
@@ -66,7 +85,7 @@ def comparison(
         about = sources.describe(index) | {"unit": unit}
         data = open_tokens(tokens.folder, settings)
         folder = tokens.folder
-        return Comparison(fitted, parsed, seeds, settings, data, where, equal, about, folder)
+        return Comparison(fitted, parsed, numbers, settings, data, where, equal, about, folder)
     if chosen.model["vocab_size"] != batches.VOCABULARY or settings.document_masking:
         raise ConfigError(
             f"preset {preset!r} with these settings needs text of its own; give it with --data"
@@ -74,7 +93,7 @@ def comparison(
     data = batches.load(
         None, batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
-    return Comparison(chosen, parsed, seeds, settings, data, where, equal)
+    return Comparison(chosen, parsed, numbers, settings, data, where, equal)
 
 
 def open_tokens(folder: Path, settings: TrainSettings, *, verify: bool = True) -> TokenData:

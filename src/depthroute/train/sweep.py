@@ -37,13 +37,11 @@ from depthroute.train.compare import Comparison, baselines, build, run_compariso
 from depthroute.train.compiler import why_it_failed
 from depthroute.train.interrupt import Stop, stop_signals
 from depthroute.train.loop import Look, Progress, raise_recompile_limit
-from depthroute.train.prepare import open_tokens
+from depthroute.train.prepare import FIRST_CHOOSING_SEED, open_tokens
 from depthroute.train.settings import TrainSettings, from_preset
 from depthroute.train.trainer import Trainer
 
 POLL_SECONDS = 0.05
-FIRST_SEED = 1000
-"""Of those that choose; reported seeds are below it."""
 SWEPT = ("lr", "min_lr", "routing_lr", "routing_min_lr", "warmup_steps", "schedule")
 SWEPT += ("decay_fraction", "optimizer", "weight_decay", "clip", "output_init")
 """Training settings that leave data, tokens and batches as they are."""
@@ -104,7 +102,7 @@ def prepare(
         raise ConfigError(
             f"--sweep {name} changes the number of parameters ({words}); use --ladder"
         )
-    seeds = tuple(FIRST_SEED + n for n in range(num_seeds))
+    seeds = tuple(FIRST_CHOOSING_SEED + n for n in range(num_seeds))
     idle = _idle(comparison, name)
     return Sweep(comparison, name, tuple(values), variant, seeds, extend, idle)
 
