@@ -51,7 +51,7 @@ def comparison(
     *,
     preset: str = "tiny",
     methods: str,
-    seeds: str = "2",
+    seeds: int | str = 2,
     source: TextSource | None = None,
     device: str = "auto",
     changes: dict[str, Any] | None = None,
@@ -61,7 +61,7 @@ def comparison(
 ) -> Comparison:
     """``source`` left out is the running Python's standard library, read as bytes; ``seeds`` as
     :func:`parse_seeds` has them."""
-    numbers = parse_seeds(seeds)
+    numbers = parse_seeds(str(seeds))
     chosen = presets.with_model(presets.get(preset), shape or {})
     parsed, where = parse_methods(methods), choose_device(device)
     # so that a block too long for this model is refused now and not after the first method
