@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from bench import attention as attending
-from bench import breakdown, commits, kernels, peers, tuning, widths
+from bench import breakdown, commits, counters, kernels, peers, tuning, widths
 from bench import evidence as distilling
 from bench import ops as contest
 from bench import path as paths
@@ -127,6 +127,37 @@ def every_width(
     lowest = [row for rows in record.values["worst"].values() for row in rows]
     columns = "S N D dtype heads forward_ms forward_frac both_ms both_frac"
     output.finish(record, columns, "the worst ten forward, and with backward", lowest)
+
+
+@app.command(
+    "counters",
+    epilog="Example: `python -m bench counters --shapes 25x576,9x4608 --out counters.json`",
+)
+def hardware_counters(
+    *,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="SOURCESxWIDTH, comma-separated, in bf16; left out, those --missed has."),
+    ] = None,
+    missed: Annotated[
+        Path | None, typer.Option(help="An --out of `widths`: its shapes below their target.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="For all of it, at most.")] = 240.0,
+    output: OutputOptions,
+) -> None:
+    """What the kernels of the depth mix wait for: Nsight Compute's counters, a row a kernel."""
+    if (shapes is None) == (missed is None):
+        raise typer.BadParameter("give --shapes or --missed, and not both")
+    if missed is not None:
+        wanted = widths.missed(widths.read_rows(missed))
+    else:
+        wanted = [widths.Shape(*shape) for shape in parse_shapes(shapes or "")]
+    record = record_of("counters", output, shapes=shapes, missed=missed and str(missed))
+    record.say(f"{len(wanted)} shapes under ncu")
+    for row in counters.read(wanted, seconds):
+        record.add(row)
+    columns = "kernel S D heads us memory_busy issue_busy warps_active registers local_accesses"
+    output.finish(record, columns, "counters")
 
 
 @app.command(

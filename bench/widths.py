@@ -49,6 +49,10 @@ class Shape(NamedTuple):
         return -(-ELEMENTS // self.width)
 
     @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
     def row(self) -> Row:
         return {
             "who": OURS,
@@ -143,6 +147,12 @@ def copy_speed(device: torch.device, num_bytes: int) -> float:
 
 def worst(rows: Sequence[Row], name: str, count: int = 10) -> list[Row]:
     return sorted((row for row in rows if name in row), key=lambda row: row[name])[:count]
+
+
+def missed(rows: Sequence[Row]) -> list[Shape]:
+    """Those below a goal."""
+    below = (row for row in rows if any(row.get(name, 1.0) < goal for name, goal in GOALS.items()))
+    return [Shape(row["S"], row["D"], row["dtype"], row["heads"]) for row in below]
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -461,7 +461,9 @@ def test_what_is_forced_ends_with_the_block_and_concerns_one_kernel(launched):
     forward, _ = kernels.mix(4, 1024, CPU, 5)
     of_group = {case.kernel: case for case in kernels.group(3, 2, 96, CPU, 5)}
     softmax, outputs = of_group["group_softmax"], of_group["group_outputs"]
-    in_use = layout.resident_forward_launch(layout.resident_tiles(1024, 1, False), 1024, 4, 2)
+    in_use = layout.resident_forward_launch(
+        layout.resident_tiles(1024, 1, False), 1024, 4, 2, False
+    )
     for setting in ({}, {"warps": 8}, {}):
         mix_launch.forward_plan.cache_clear()
         with layout.forced("mix", **setting):

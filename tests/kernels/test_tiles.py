@@ -34,6 +34,7 @@ def test_tiles_cover_a_row_of_any_width(heads):
         width = heads * slice_width
         for block in (
             layout.tiles(width, heads),
+            layout.forward_tiles(width, heads),
             resident(width, heads),
             resident(width, heads, True),
             *(layout.resident_tiles(width, heads, False, count) for count in COUNTS),
@@ -58,17 +59,18 @@ def test_a_thread_reads_at_least_8_bytes_of_a_tile_and_16_where_rows_are_streame
         if not _record.fits(count, width, 2):
             continue
         block = resident(width)
-        forward = block, layout.resident_forward_launch(block, width, count, 2)
+        forward = block, layout.resident_forward_launch(block, width, count, 2, False)
         for block, launch in (forward, backward(width, count)):
             assert 2 * block.columns >= 8 * 32 * launch.warps
             ahead = launch.sources * block.elements * 2 * launch.programs
             assert (launch.stages - 1) * ahead <= layout.SHARED_BYTES
     block = layout.tiles(width, 1)
-    for launch in (
-        layout.forward_launch(block, 33, 2),
-        layout.backward_launch(block, 33, 2, True, False),
+    forward = layout.forward_tiles(width, 1)
+    for tile, launch, least in (
+        (forward, layout.forward_launch(forward, 33, 2), 8 if width < 768 else 16),
+        (block, layout.backward_launch(block, 33, 2, True, False), 16),
     ):
-        assert 2 * block.columns >= 16 * 32 * launch.warps
+        assert 2 * tile.columns >= least * 32 * launch.warps
 
 
 @pytest.mark.parametrize("width", [576, 640, 1152, 1280, 2304, 2560, 2880])
@@ -87,7 +89,7 @@ def test_few_sources_have_enough_bytes_on_their_way(width):
     is at most 3 for each row and column of a thread."""
     for count in (2, 3, 5):
         block = resident(width)
-        forward = layout.resident_forward_launch(block, width, count, 2)
+        forward = layout.resident_forward_launch(block, width, count, 2, False)
         behind, launch = backward(width, count)
         for rows, tile, made, least, per_row in (
             (count, block, forward, layout.FORWARD_BYTES, 3 * count - 1),
@@ -103,8 +105,63 @@ def test_what_forward_holds_does_not_spill():
     for width in WIDTHS:
         for rows in range(1, 18):
             block = resident(width)
-            warps = layout.resident_forward_launch(block, width, rows, 2).warps
-            assert warps == 8 or rows * block.elements <= layout.HELD_ELEMENTS * 32 * warps
+            for more in (False, True):
+                warps = layout.resident_forward_launch(block, width, rows, 2, more).warps
+                assert warps == 8 or rows * block.elements <= layout.HELD_ELEMENTS * 32 * warps
+
+
+def test_two_or_three_wide_rows_are_left_to_two_programs():
+    """Where 4 warps hold them without spilling: 3 rows of 8192, or two in fp32, are not."""
+    for count, width, itemsize, more, wanted in (
+        *((2, w, 2, False, (4, 2)) for w in (4608, 5376, 6656, 8192)),
+        *((3, w, 2, False, (4, 2)) for w in (4608, 5120, 6144)),
+        *((3, w, 2, False, (8, 1)) for w in (7168, 8192)),
+        (2, 6656, 4, False, (8, 1)),
+        (2, 6656, 2, True, (8, 1)),
+    ):
+        launch = layout.resident_forward_launch(resident(width), width, count, itemsize, more)
+        assert (launch.warps, launch.programs) == wanted, (count, width, itemsize, more)
+
+
+def test_programs_that_stay_fill_the_registers_once():
+    """16 warps of 154 registers would be 12, and then 4 alone."""
+    launched = {w: layout.backward_launch(layout.tiles(w, 1), 25, 2, True, False) for w in WIDTHS}
+    assert {w: launched[w].programs for w in (576, 640, 768, 896, 1152)} == {
+        576: 12, 640: 12, 768: 12, 896: 16, 1152: 16
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "warps"), [(768, 1), (1536, 2)])
+def test_three_quarters_of_a_power_of_two_are_three_tiles(width, warps):
+    """Forward, and where a backward holds more than its sources, however many; with 24 columns a
+    thread a boundary has a warp for each quarter of an SM."""
+    three = layout.Tiles(1, width // 3, 3)
+    assert resident(width) == three
+    for rows, more, programs in ((4, True, 4), (8, True, 4), (5, False, 8)):
+        launch = layout.resident_forward_launch(three, width, rows, 2, more)
+        assert (launch.warps, launch.programs) == (warps, programs // warps)
+    for count in (2, 4, 7):
+        block, launch = backward(width, count, rows=2 * count + 2, carried=True)
+        assert block == three and launch.warps == 2
+        assert launch.programs == 4 or width > 768  # as far as shared memory goes
+        assert backward(width, count)[0] == layout.Tiles(1, width * 4 // 3, 1)
+
+
+def test_narrow_rows_are_streamed_forward_without_the_padding_of_wider_tiles():
+    found = {w: layout.forward_tiles(w, 1) for w in WIDTHS}
+    assert {w: (t.columns, t.count) for w, t in found.items() if t.columns < 256} == {
+        576: (128, 5), 640: (128, 5)
+    }  # fmt: skip
+    for sources in (9, 33):
+        launch = layout.forward_launch(found[576], sources, 2)
+        assert (launch.sources, launch.warps, launch.stages, launch.programs) == (2, 1, 3, 0)
+    for width in (576, 768):
+        assert layout.forward_tiles(width, 4) == layout.tiles(width, 4)
+
+
+def test_several_heads_are_not_padded_as_one():
+    assert backward(1152, 9, heads=4)[0] == layout.Tiles(4, 128, 3)
+    assert backward(2048, 9, heads=4)[0] == layout.Tiles(4, 512, 1)
 
 
 def test_the_widths_that_were_tuned_keep_their_settings():
@@ -117,8 +174,9 @@ def test_the_widths_that_were_tuned_keep_their_settings():
         4096: [(4096, 1)] * 3,
         7168: [(1024, 7), (4096, 2), (1024, 7)],
     }
-    assert (resident(768).columns, resident(768).count) == (1024, 1)
-    forward = {w: layout.resident_forward_launch(tiles[w][1], w, 5, 2) for w in TUNED}
+    assert (resident(768).columns, resident(768).count) == (256, 3)
+    assert backward(768, 5)[0] == layout.Tiles(1, 1024, 1)
+    forward = {w: layout.resident_forward_launch(tiles[w][1], w, 5, 2, False) for w in TUNED}
     assert {w: (x.warps, x.stages, x.programs) for w, x in forward.items()} == {
         1024: (2, 3, 4), 2048: (4, 3, 2), 4096: (8, 3, 1), 7168: (8, 3, 1)
     }  # fmt: skip
@@ -136,7 +194,7 @@ def test_what_is_made_again_is_summed_by_as_many_threads_as_at_first(width):
         block = resident(width, heads)
         for count in range(2, min(FEW_REMADE, _record.most_that_fit(width, itemsize)) + 1):
             pushed, plain = (
-                layout.resident_forward_launch(block, width, rows, itemsize)
+                layout.resident_forward_launch(block, width, rows, itemsize, True)
                 for rows in (count + 1, count)
             )
             assert pushed.warps == plain.warps

@@ -44,15 +44,24 @@ SHARED_BYTES = 216 * 1024
 
 
 @cache
-def tiles(width: int, heads: int) -> Tiles:
+def tiles(width: int, heads: int, narrowest: int = NARROWEST) -> Tiles:
     """The fewest padded lanes with at most 8 tiles, then the fewest tiles; none so narrow that a
     warp reads less than 16 bytes a thread, unless the row is."""
     slice_width, rows = width // heads, triton.next_power_of_2(heads)
     single = triton.next_power_of_2(slice_width)
-    least = min(single, NARROWEST // min(rows, NARROWEST))
+    least = min(single, narrowest // min(rows, narrowest))
     columns = {count: triton.next_power_of_2(-(-slice_width // count)) for count in range(1, 9)}
     lanes, count = min((c * count, count) for count, c in columns.items() if c >= least)
     return Tiles(rows, lanes // count, count)
+
+
+@cache
+def forward_tiles(width: int, heads: int) -> Tiles:
+    """Of the streaming forward: 8 bytes a thread cost less than an eighth of all lanes (17 sources
+    of 576: 0.81 of the copy speed, as 5 tiles of 128 columns 0.98)."""
+    block = tiles(width, heads)
+    is_padded = heads == 1 and 8 * width < 7 * block.elements
+    return tiles(width, heads, NARROWEST // 2) if is_padded else block
 
 
 @cache
@@ -62,11 +71,16 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
     ``holds_more`` than its sources and has no registers to waste.
 
     In the backward of ``num_backward`` sources, 6 to 9, it is one, however padded: three would need
-    twice the warps, whose threads read half as much at once.
+    twice the warps, whose threads read half as much at once. Several heads are padded each, which
+    costs more than that. Where three are without any padding, they are better forward and in what
+    ``holds_more``: see :func:`is_three_quarters`.
     """
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
+    if is_three_quarters(width, heads) and (holds_more or num_backward == 0):
+        return Tiles(1, width // 3, 3)
     most = width * 4 // 3 - (single * rows == WIDEST)
-    is_one = 6 <= num_backward <= PADDED_SOURCES or width <= NARROWEST or single * rows <= most
+    is_one = heads == 1 and 6 <= num_backward <= PADDED_SOURCES
+    is_one = is_one or width <= NARROWEST or single * rows <= most
     if is_one and single * rows <= WIDEST:
         return Tiles(rows, single, 1)
     third = triton.next_power_of_2(-(-width // (3 * heads)))
@@ -76,6 +90,11 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
     while columns > WIDEST:
         columns, count = columns // 2, count * 2
     return Tiles(rows, columns, count)
+
+
+def is_three_quarters(width: int, heads: int) -> bool:
+    """Of a power of two, as 768 and 1536 are."""
+    return heads == 1 and width in (3 * NARROWEST, 6 * NARROWEST)
 
 
 @dataclass(frozen=True)
@@ -133,9 +152,11 @@ def stages_for(wanted: int, bytes_ahead: int, programs: int = 1) -> int:
 
 def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
     """With few sources, as many stages as put nearly all of them on their way. Two at a time pay
-    where they are many, or where one thread has 48 columns or more of a row in several tiles."""
+    where they are many, or where one thread has 48 columns or more of a row in several tiles, or
+    less than 16 bytes of each."""
     warps = warps_for(block.elements, 32)
-    pays = num_sources > 13 or (block.elements >= 48 * 32 * warps and num_sources > 1)
+    is_either = block.elements >= 48 * 32 * warps or block.heads * block.columns < NARROWEST
+    pays = num_sources > 13 or (is_either and num_sources > 1)
     at_once = 2 if block.count > 1 and pays else 1
     wanted = 4 if num_sources <= 8 and block.elements >= 2048 else 3
     stages = stages_for(wanted, at_once * block.elements * itemsize)
@@ -146,16 +167,24 @@ def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
 def backward_launch(
     block: Tiles, num_sources: int, itemsize: int, from_mix: bool, carried: bool
 ) -> Launch:
-    """One sweep is pipelined; with two, what counts is that the second finds its rows in L2."""
+    """One sweep is pipelined; with two, what counts is that the second finds its rows in L2.
+    Threads of 24 columns have 154 registers, of which an SM has room for 12 warps: 16 would be 12
+    and then 4 (25 sources of 576: 0.68 of the copy speed, with 12 0.83)."""
     warps = warps_for(block.elements, 32)
+    num_warps = 12 if block.elements == 24 * 32 * warps else 16
     fits = block.count == 1 and block.columns >= 256 * warps and num_sources > 1
     at_once = 2 if fits else 1
     ahead = at_once * block.elements * itemsize * (1 + carried)
-    return Launch(at_once, warps, stages_for(3, ahead) if from_mix else 1, max(2, 16 // warps))
+    return Launch(
+        at_once, warps, stages_for(3, ahead) if from_mix else 1, max(2, num_warps // warps)
+    )
 
 
 HELD_ELEMENTS = 208
 """Of all rows, that a thread of forward holds before it spills: 10 rows of 16 do not, of 24 do."""
+WIDE_BYTES = 336
+"""The same in bytes, of one of 128 threads that have rows of more than 4096 lanes: 3 rows of 6144
+do not spill, of 8192 do."""
 FORWARD_BYTES, BACKWARD_BYTES = 64 * 1024, 48 * 1024
 """On their way to each SM at least: 2 sources forward reach 0.75 of the copy speed with 25 KB, 0.83
 with 33, 0.92 with 41 (widths_h200_first.json)."""
@@ -175,16 +204,27 @@ def _resident_launch(
     return Launch(rows, warps, stages_for(3, ahead, programs), programs)
 
 
-def resident_forward_launch(block: Tiles, width: int, rows: int, itemsize: int) -> Launch:
+def resident_forward_launch(
+    block: Tiles, width: int, rows: int, itemsize: int, holds_more: bool
+) -> Launch:
     """``rows`` are read by each program and token, and those of the next two fetched meanwhile: 16
-    columns a thread and 8 warps to an SM, at every width, and more where rows are few."""
+    columns a thread and 8 warps to an SM, at every width, and more where rows are few.
+
+    Two or three wide rows are left to two programs of 4 warps, so that one works while the other
+    waits (3 sources of 4608: 0.75 with one of 8, 0.95), unless a kernel ``holds_more``. One that
+    does and has 24 columns a thread and no padding is best with a warp for each quarter of an SM.
+    """
+    ahead = rows * block.elements * itemsize
+    if block.elements > WIDEST and not holds_more and ahead <= WIDE_BYTES * 32 * 4:
+        return _resident_launch(rows, 4, 2, 2, 0, ahead)
     warps = warps_for(block.elements, 16 if rows <= 10 else 8)
     if rows * block.elements > HELD_ELEMENTS * 32 * warps:
         warps *= 2
     warps = min(8, warps)  # more would have too few registers
     enough = triton.cdiv(FORWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * (3 * rows - 1)  # as compiled for Hopper, of all warps
-    ahead = rows * block.elements * itemsize
+    if holds_more and rows > 3 and is_three_quarters(width, block.heads):
+        return _resident_launch(rows, warps, max(1, 4 // warps), 0, registers, ahead)
     return _resident_launch(rows, warps, max(1, 8 // warps), enough, registers, ahead)
 
 
@@ -198,7 +238,8 @@ def resident_backward_launch(
     is_few = block.elements == 2048 and num_sources <= 6
     warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))
     if block.count == 3 and block.elements <= WIDEST:
-        warps = min(4, warps)  # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
+        # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
+        warps = min(2 if is_three_quarters(width, block.heads) else 4, warps)
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
     if block.count > 1 or is_padded:
         programs = max(1, 8 // warps)

@@ -85,11 +85,14 @@ def forward_plan(forced: layout.Changes, width: int, dtypes: tuple) -> Plan:
     if is_held and _record.fits(count, width, first.itemsize):
         kernel, num_loaded = resident_forward_kernel, len(rows) + (pushes and not mix.reads_last)
         block = layout.retiled(layout.resident_tiles(width, heads, False), width, heads, forced)
-        launch = layout.resident_forward_launch(block, width, num_loaded, first.itemsize)
+        holds_more = pushes or mix.norm_weight is not None
+        launch = layout.resident_forward_launch(
+            block, width, num_loaded, first.itemsize, holds_more
+        )
         constants |= {"READS_LAST": mix.reads_last}
     else:
         kernel = mix_forward_kernel
-        block = layout.retiled(layout.tiles(width, heads), width, heads, forced)
+        block = layout.retiled(layout.forward_tiles(width, heads), width, heads, forced)
         launch = layout.forward_launch(block, count, first.itemsize)
     launch = layout.changed(launch, forced)
     return _plan(kernel, mix, width, mix.stats_width, block, launch, constants)
