@@ -156,7 +156,7 @@ def hardware_counters(
     record.say(f"{len(wanted)} shapes under ncu")
     for row in counters.read(wanted, seconds):
         record.add(row)
-    columns = "kernel S D heads us memory_busy issue_busy warps_active registers local_accesses"
+    columns = "kernel S D heads us memory_busy issue_busy warps_active registers"
     output.finish(record, columns, "counters")
 
 

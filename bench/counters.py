@@ -1,7 +1,7 @@
 """Hardware counters of the depth mix, read by Nsight Compute (`ncu`).
 
 Why a shape misses its target is a question of what its kernels wait for: memory that is busy, too
-few bytes on their way, registers that let few warps in, instructions, or rows that were spilled. A
+few bytes on their way, registers that let few warps in or instructions. A
 process of its own runs each shape once, both ways, and `ncu` reads its kernels; the clocks stay as
 they are.
 """
@@ -29,7 +29,6 @@ METRICS = {
     "issue_busy": ("smsp__issue_active.avg.pct_of_peak_sustained_active", 0.01),
     "warps_active": ("sm__warps_active.avg.pct_of_peak_sustained_active", 0.01),
     "registers": ("launch__registers_per_thread", 1.0),
-    "local_accesses": ("smsp__inst_executed_op_local.sum", 1.0),
     "waits_memory": (
         "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
         1.0,

@@ -27,7 +27,7 @@ STEP_TARGETS: dict[str, dict[str, tuple[float, float | None]]] = {
 """Of standard's speed, and more memory, by preset."""
 STEP_FILES = {
     "delta-0.6b": ["step_h200_0.6b_graphs"],
-    "100m": ["step_h200_100m", "step_h200_100m_others"],
+    "100m": ["step_h200_100m"],
     "delta-7.57b": ["step_h200_7.57b"],
 }
 SIZES = {"delta-0.6b": "0.6B", "100m": "116M", "delta-7.57b": "7.57B"}
