@@ -32,6 +32,7 @@ from depthroute.config import RoutingConfig
 from depthroute.ops.private.ahead import tally
 from depthroute.train.compiler import (
     CACHE_VARIABLE,
+    forgets_tuning,
     source_hash,
     use_own_caches,
     why_it_failed,
@@ -119,7 +120,7 @@ def _in_parallel(
     seconds: float | None = None,
 ) -> list[dict[str, Any]]:
     started = time.perf_counter()
-    with ThreadPoolExecutor(num_processes) as pool:
+    with forgets_tuning(), ThreadPoolExecutor(num_processes) as pool:
         waiting = [
             pool.submit(_in_process, task, label, say, seconds)
             for task, label in zip(tasks, labels, strict=True)

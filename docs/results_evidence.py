@@ -67,25 +67,42 @@ def fields(grid: str) -> list[Field]:
     name = plan()["grid"][grid]["data"]
     if not data_files(name):
         return []
-    data, found = load(name), dict[Any, Field]()
+    data, found = load(name), list[Field]()
     for position, run in enumerate(data["runs"]):
         own = {s["method"]: s for s in data["series"] if s["run"] == position}
-        summary = run["summary"]
-        key: Any = (summary["base_parameters"], summary["tokens"], str(summary["data_order"]))
-        if not summary["data_order"] or (key in found and found[key].series.keys() & own.keys()):
-            key = position
-        known = next((field for field in found.values() if _continues(field, run, own)), None)
+        known = next((field for field in found if _continues(field, run, own, data["runs"])), None)
+        beside = next((field for field in found if _is_beside(field, run, own)), None)
         if known is not None:
             known.series.update({m: _joined(known.series[m], own[m]) for m in own})
-            continue
-        field = found.setdefault(key, Field(grid, run, {}))
-        field.series.update(own)
-    return sorted(found.values(), key=lambda field: field.run["summary"]["base_parameters"] or 0)
+        elif beside is not None:
+            beside.series.update(own)
+        else:
+            found.append(Field(grid, run, own))
+    return sorted(found, key=lambda field: field.run["summary"]["base_parameters"] or 0)
 
 
-def _continues(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]) -> bool:
+def _is_beside(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]) -> bool:
+    """Whether ``run`` is other methods of the same size, on the same batches in the seeds that both
+    have."""
+    ours, theirs = field.run["summary"], run["summary"]
+    orders = [summary["data_order"] or {} for summary in (ours, theirs)]
+    shared = orders[0].keys() & orders[1].keys()
+    return (
+        not field.series.keys() & own.keys()
+        and all(ours[name] == theirs[name] for name in ("base_parameters", "tokens"))
+        and bool(shared)
+        and all(orders[0][seed] == orders[1][seed] for seed in shared)
+    )
+
+
+def _continues(
+    field: Field,
+    run: dict[str, Any],
+    own: dict[str, dict[str, Any]],
+    runs: Sequence[dict[str, Any]],
+) -> bool:
     """Whether ``run`` is more seeds of the field's methods: of the same shape, on the same text, at
-    the settings that were chosen for each."""
+    the settings that were chosen for each in that of ``runs`` where it was trained first."""
     ours, theirs = (r["summary"]["base_parameters"] for r in (field.run, run))
     texts = [{name: text.get(name) for name in TEXT} for text in _of(field, run, "data")]
     shapes = [preset["model"] for preset in _of(field, run, "preset")]
@@ -96,7 +113,7 @@ def _continues(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]
         known = field.series.get(method)
         if known is None or _loss(known).keys() & _loss(series).keys():
             return False
-        settings = [_trained(r, method) for r in (field.run, run)]
+        settings = [_trained(r, method) for r in (runs[known["run"]], run)]
         both = settings[0].keys() & settings[1].keys()
         if any(settings[0][name] != settings[1][name] for name in both):
             return False

@@ -181,9 +181,9 @@ def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
         ElementTree.fromstring(svg)
 
 
-def batched(path, methods, crc):
+def batched(path, methods, crc, seeds=(0, 1, 2)):
     """A run of which it is known which batches it saw."""
-    write_run(path, methods, seeds=(0, 1, 2))
+    write_run(path, methods, seeds=seeds)
     records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         if record["event"] == "step":
@@ -202,6 +202,20 @@ def test_methods_are_compared_across_runs_only_if_they_saw_the_same_batches(resu
     put(results, "a", first, batched(tmp_path / "other", ("delta",), 8))
     assert len(evidence.fields("a")) == 2
     assert "delta less standard" not in evidence.claims()
+
+
+def test_methods_with_more_seeds_stand_beside_those_with_fewer(results, tmp_path):
+    """And get the seeds of a third run, each method as where it was trained first."""
+    first = batched(tmp_path / "first", ("standard",), 7, (0, 1))
+    more = batched(tmp_path / "more", ("delta",), 7, (0, 1, 2))
+    last = batched(tmp_path / "last", ("delta",), 7, (3,))
+    put(results, "a", *map(of_text, (first, more, last)))
+    (field,) = evidence.fields("a")
+    assert [*evidence._loss(field.series["delta"])] == [*"0123"]
+    assert [*evidence.difference(field, "delta", "standard")["by_seed"]] == [*"01"]
+    apart = batched(tmp_path / "apart", ("delta",), 7, (2, 3))
+    put(results, "a", first, apart)
+    assert len(evidence.fields("a")) == 2
 
 
 def test_runs_are_added_to_what_a_data_file_has(results, tmp_path):

@@ -24,6 +24,7 @@ from depthroute.runs.inference import interval
 from depthroute.runs.summary import summarise
 from depthroute.train import sweep as sweeping
 from depthroute.train.compare import Comparison, build, run_comparison
+from depthroute.train.compiler import CACHE_VARIABLE
 from depthroute.train.loop import fingerprint
 from depthroute.train.settings import TrainSettings
 from depthroute.train.sweep import Runner, Sweep, Watch, run_sweep
@@ -153,6 +154,15 @@ def test_what_it_will_take_is_said_before_it_starts(finished):
     assert "at the speed of standard" in notes[1]
     assert "up to 6 runs more where a best value is at an end" in notes[1]
     assert notes[-1] == "measuring the speed of 2 methods"
+
+
+def test_a_sweep_without_standard_says_its_speed_beside_it(tmp_path):
+    summary = run(rates(*RATES, methods="delta", seeds=(0,)), tmp_path / "run")
+    (row,) = summary["rows"]
+    (*_, speed) = (r for r in RunDirectory(tmp_path / "run").records() if r["event"] == "speed")
+    rates_of = speed["tokens_per_second"]
+    assert row["relative_speed"] == rates_of["delta"] / rates_of["standard"]
+    assert row["difference"] is None and [*summary["sweep"]["methods"]] == ["delta"]
 
 
 def test_a_method_run_apart_takes_the_very_steps_that_it_takes_beside_others(finished, tmp_path):
@@ -444,6 +454,22 @@ def test_a_signal_reaches_the_processes_and_the_sweep_is_interrupted(tmp_path):
     summary = run_sweep(rates(*RATES, methods="standard"), directory, runner)
     assert time.monotonic() - started < 60
     assert summary["signal"] == signal.SIGTERM and not summary["is_complete"]
+
+
+def test_what_was_tuned_side_by_side_is_forgotten_before_speeds_are_measured(tmp_path, monkeypatch):
+    """Runs that share a device time a kernel's settings in each other's way."""
+    cache = tmp_path / "cache"
+    (cache / "ab").mkdir(parents=True)
+    for name in ("alone.best_config", "kernel.py"):
+        (cache / "ab" / name).touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache))
+    code = f"open({str(cache / 'ab' / 'beside.best_config')!r}, 'w'); raise MemoryError('no room')"
+    sweep = rates(0.05, 0.25, methods="standard")
+    compiled = replace(SETTINGS, compile="eager")
+    sweep = replace(sweep, variant=lambda value: (SMALL, compiled))
+    with pytest.raises(RunError, match=r"2 of 2 runs failed"):
+        run_sweep(sweep, RunDirectory.create(tmp_path / "run"), waiting_for(code))
+    assert sorted(os.listdir(cache / "ab")) == ["alone.best_config", "kernel.py"]
 
 
 def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch):

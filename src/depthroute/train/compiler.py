@@ -11,11 +11,13 @@ that very reason, may be cached too.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from depthroute import files
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+CHOICES = "*.best_config"
+"""Files in which Inductor keeps what was fastest."""
 
 
 def source_hash() -> str:
@@ -60,6 +64,20 @@ def use_triton_cache(device: torch.device) -> None:
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
     os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+
+
+@contextlib.contextmanager
+def forgets_tuning() -> Iterator[None]:
+    """Inductor times a kernel's settings when it first runs and keeps the fastest on disk.
+    Processes that share a device time them in each other's way, so what was chosen inside is
+    dropped at the end; the compiled kernels stay."""
+    folder = Path(use_own_caches())
+    before = set(folder.rglob(CHOICES))
+    try:
+        yield
+    finally:
+        for path in set(folder.rglob(CHOICES)) - before:
+            path.unlink(missing_ok=True)
 
 
 def why_it_failed(process: subprocess.CompletedProcess[str]) -> str:

@@ -26,7 +26,7 @@ from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.presets import Preset
 from depthroute.train.compare import Comparison
-from depthroute.train.compiler import why_it_failed
+from depthroute.train.compiler import forgets_tuning, why_it_failed
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
 
@@ -39,7 +39,11 @@ def precompile(
         raise ConfigError("--precompile needs a compiler; add --set compile=inductor")
     threads = max(1, (os.cpu_count() or 1) // min(processes, len(comparison.methods)))
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)} | os.environ
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+    with (
+        forgets_tuning(),
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(processes) as pool,
+    ):
 
         def run(number: int) -> float:
             job = _job(comparison, number)

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from depthroute.runs.summary import summarise
 from depthroute.runs.sweep import Value
 from depthroute.train import pace
 from depthroute.train.compare import Comparison, baselines, build, run_comparison
-from depthroute.train.compiler import why_it_failed
+from depthroute.train.compiler import forgets_tuning, why_it_failed
 from depthroute.train.interrupt import Stop, stop_signals
 from depthroute.train.loop import Look, Progress, raise_recompile_limit
 from depthroute.train.prepare import FIRST_CHOOSING_SEED, open_tokens
@@ -219,7 +219,13 @@ class Runner:
 
     def _side_by_side(self, parts: list[Part]) -> Iterator[str]:
         waiting, running = list(parts), {}
-        with tempfile.TemporaryDirectory() as folder, stop_signals() as stop, _ended(running):
+        compiles = any(part.comparison.settings.compile for part in parts)
+        with (
+            forgets_tuning() if compiles else nullcontext(),
+            tempfile.TemporaryDirectory() as folder,
+            stop_signals() as stop,
+            _ended(running),
+        ):
             while waiting or running:
                 while waiting and len(running) < self.jobs and not stop.signal:
                     part = waiting.pop(0)
@@ -365,7 +371,7 @@ def finish(
     if runner.signal:
         run.append({"event": "interrupted", "signal": runner.signal})
     else:
-        _measure(sweep.comparison, run, runner.watch.note)
+        _measure(_beside_standard(sweep.comparison), run, runner.watch.note)
     summary = summarise_sweep(run.path)
     run.write_json("summary.json", summary)
     return summary
@@ -402,6 +408,15 @@ def _measure(comparison: Comparison, run: RunDirectory, note: Callable[[str], No
     gc.collect()
     if comparison.device.type == "cuda":
         torch.cuda.empty_cache()  # the runs may be other processes, which need the room
+
+
+def _beside_standard(comparison: Comparison) -> Comparison:
+    """A speed says something beside standard's, whether or not that is trained here too."""
+    if BASELINE in comparison.labels:
+        return comparison
+    return replace(
+        comparison, methods=(Method(BASELINE, RoutingConfig(BASELINE)), *comparison.methods)
+    )
 
 
 def _speeds(comparison: Comparison) -> dict[str, float]:
