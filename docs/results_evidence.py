@@ -49,15 +49,27 @@ class Field:
 
     @property
     def words(self) -> str:
-        """How large, how long and how often: what every figure has beside it."""
+        """How large, how long and how often: what every figure of all methods has beside it."""
+        counts = sorted({len(_loss(series)) for series in self.series.values()})
+        seeds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+        return f"{self.size}, {seeds} seed{'' if counts[-1] == 1 else 's'}"
+
+    def compared(self, statistics: dict[str, Any] | None) -> str:
+        """The same of a figure that has only the seeds of those that it compares."""
+        if statistics is None:
+            return self.words
+        count = len(statistics["by_seed"])
+        return f"{self.size}, {count} seed{'' if count == 1 else 's'}"
+
+    @property
+    def size(self) -> str:
         summary, epochs = self.run["summary"], self.run["epochs"]
         size, base = self.run["parameters"], self.run["config"].get("base")
         parts = [] if size is None else [f"{_count(size)} parameters without embeddings"]
         parts += [] if base is None else [f"{base} fine-tuned"]
         many = "" if epochs is None else f" ({epochs:.2g} epochs)"
         parts.append(f"{_count(summary['tokens'])} tokens{many}")
-        seeds = len({seed for series in self.series.values() for seed in _loss(series)})
-        return ", ".join([*parts, f"{seeds} seed{'' if seeds == 1 else 's'}"])
+        return ", ".join(parts)
 
 
 def fields(grid: str) -> list[Field]:
@@ -273,7 +285,8 @@ def outcomes(claim: dict[str, Any]) -> list[Outcome]:
             result = difference(field, first, second, measure)
             words = f"{first} less {second}, {MEASURES[measure][1]}"
         null = 1.0 if measure in WORTH else 0.0
-        results.append(Outcome(field.grid, f"{words}; {field.words}", result, null, lost))
+        about = f"{words}; {field.compared(result)}"
+        results.append(Outcome(field.grid, about, result, null, lost))
     return results
 
 
@@ -288,7 +301,8 @@ def _grown(found: list[Field], first: str, second: str) -> list[Outcome]:
         return []
     small, large = (end["by_seed"] for end in ends)
     result = over_seeds({int(s): large[s] - small[s] for s in large if s in small})
-    words = f"{first} less {second}, nats: {found[-1].words}, less the same at {found[0].words}"
+    sizes = f"{found[-1].compared(result)}, less the same at {found[0].size}"
+    words = f"{first} less {second}, nats: {sizes}"
     return [Outcome(found[-1].grid, words, result, 0.0)]
 
 

@@ -212,7 +212,9 @@ def test_methods_with_more_seeds_stand_beside_those_with_fewer(results, tmp_path
     put(results, "a", *map(of_text, (first, more, last)))
     (field,) = evidence.fields("a")
     assert [*evidence._loss(field.series["delta"])] == [*"0123"]
-    assert [*evidence.difference(field, "delta", "standard")["by_seed"]] == [*"01"]
+    found = evidence.difference(field, "delta", "standard")
+    assert [*found["by_seed"]] == [*"01"]
+    assert field.words.endswith("2 to 4 seeds") and field.compared(found).endswith(", 2 seeds")
     apart = batched(tmp_path / "apart", ("delta",), 7, (2, 3))
     put(results, "a", first, apart)
     assert len(evidence.fields("a")) == 2
