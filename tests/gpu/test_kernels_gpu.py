@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from depthroute import ops
-from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, MixCase
+from tests.kernels.cases import (
+    AttentionCase,
+    BoundaryCase,
+    GroupCase,
+    MixCase,
+    SinkhornCase,
+    StaticCase,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +168,28 @@ def test_phase_one_keeps_the_error_budget(case: GroupCase):
 )
 @poisoned
 def test_depth_attention_keeps_the_error_budget(case: AttentionCase):
+    case.check("cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        StaticCase(1, 63, 1024),
+        StaticCase(9, 63, 768, residual=True, scale=5 / 6, carried=True),
+        StaticCase(24, 2049, 128, carried=True),
+        StaticCase(7, 31, 999, fp16, offset=-1, residual=True),
+        StaticCase(130, 15, 96, fp32, offset=1, carried=True),
+        StaticCase(3, 65, 64, contiguous=False),
+        SinkhornCase(1),
+        SinkhornCase(65537),
+        SinkhornCase(1001, 3, scale=3.0),
+        SinkhornCase(33, 8, scale=100.0),
+        SinkhornCase(5, 1),
+    ],
+    ids=str,
+)
+@poisoned
+def test_static_weights_and_doubly_stochastic_matrices_keep_the_error_budget(case):
     case.check("cuda")
 
 

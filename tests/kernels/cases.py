@@ -7,8 +7,10 @@ exactly right, or to within a few units of fp32, is allowed those few units.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,6 +60,21 @@ def with_gradients(
         grad = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
         results[f"gradient of {name}"] = grad
     return results
+
+
+def held_to_budget(
+    call: Callable[..., Sequence[Tensor]],
+    inputs: dict[str, Tensor],
+    grads: Sequence[Tensor | None],
+    backend: str,
+) -> tuple[Results, Counter[tuple[str, str]]]:
+    """What ``call(backend)`` gives, beside ``call(None)``, the definition; and what ran for it."""
+    exact = with_gradients(partial(call, None), inputs, grads, torch.float64)
+    native = with_gradients(partial(call, None), inputs, grads)
+    with ops.record_backends() as ran:
+        kernel = with_gradients(partial(call, backend), inputs, grads)
+    assert_within_budget(exact, native, kernel)
+    return kernel, ran
 
 
 @dataclass(frozen=True)
@@ -420,15 +437,78 @@ class LossCase:
         torch.manual_seed(0)
         inputs, grads = self.inputs(device), [torch.tensor(1 / 3, device=device)]
 
-        def definition(**given: Tensor) -> Sequence[Tensor]:
-            return self.call(None, **given)
-
-        exact = with_gradients(definition, inputs, grads, torch.float64)
-        native = with_gradients(definition, inputs, grads)
-        with ops.record_backends() as ran:
-            kernel = with_gradients(lambda **g: self.call(backend, **g), inputs, grads)
+        kernel, ran = held_to_budget(self.call, inputs, grads, backend)
         assert ran == {("linear_cross_entropy", backend): 1}
-        assert_within_budget(exact, native, kernel)
         with torch.no_grad():
             (alone,) = self.call(backend, **inputs)
         torch.testing.assert_close(alone, kernel["output 0"], rtol=1e-6, atol=0.0)
+
+
+@dataclass(frozen=True)
+class StaticCase:
+    """Sources whose weights are the same for all tokens, some handed on and used again."""
+
+    sources: int
+    tokens: int
+    width: int
+    dtype: torch.dtype = torch.bfloat16
+    residual: bool = False
+    offset: int = 0
+    scale: float = 1.0
+    carried: bool = False
+    contiguous: bool = True
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        shape = self.tokens, self.width
+        names = [f"source{n}" for n in range(self.sources)]
+        names += ["residual"] if self.residual else []
+        made = {n: torch.randn(*shape, device=device).to(self.dtype) for n in names}
+        if not self.contiguous:
+            made["source0"] = made["source0"].t().contiguous().t()
+        return made | {"logits": torch.randn(self.sources, device=device)}
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        sources = [given[f"source{n}"] for n in range(self.sources)]
+        options: dict = {"centered": self.offset < 0, "adds_sources": self.offset > 0}
+        options |= {"scale": self.scale, "residual": given.get("residual")}
+        if backend is None:
+            x, handed = reference.static_mix(sources, given["logits"], **options), sources
+        else:
+            options |= {"backend": backend, "hands_on": self.carried}
+            x, handed = ops.static_mix_carried(sources, given["logits"], **options)
+        return x, *(handed[1:] if self.carried else ())
+
+    def check(self, device: str, backend: str = "triton") -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        shape = self.tokens, self.width
+        num_outputs = self.sources if self.carried else 1
+        grads = [torch.randn(*shape, device=device).to(self.dtype) for _ in range(num_outputs)]
+        _, ran = held_to_budget(self.call, inputs, grads, backend)
+        assert {name for _, name in ran} == {backend}
+
+
+@dataclass(frozen=True)
+class SinkhornCase:
+    """Matrices of ``streams`` rows that are made doubly stochastic."""
+
+    tokens: int
+    streams: int = 4
+    scale: float = 1.0
+    """Of the logits."""
+
+    def inputs(self, device: str) -> dict[str, Tensor]:
+        size = self.tokens, self.streams, self.streams
+        return {"logits": self.scale * torch.randn(size, device=device)}
+
+    def call(self, backend: str | None, **given: Tensor) -> tuple[Tensor, ...]:
+        if backend is None:
+            return (reference.doubly_stochastic(given["logits"]),)
+        return (ops.doubly_stochastic(given["logits"], backend),)
+
+    def check(self, device: str, backend: str = "triton") -> None:
+        torch.manual_seed(0)
+        inputs = self.inputs(device)
+        grads = [torch.randn_like(inputs["logits"])]
+        _, ran = held_to_budget(self.call, inputs, grads, backend)
+        assert {name for _, name in ran} == {backend}

@@ -14,7 +14,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from depthroute.ops import backends
-from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, LossCase, MixCase
+from tests.kernels.cases import (
+    AttentionCase,
+    BoundaryCase,
+    GroupCase,
+    LossCase,
+    MixCase,
+    SinkhornCase,
+    StaticCase,
+)
 from tests.kernels.hopper import HopperDriver
 
 CASES = [
@@ -39,6 +47,10 @@ CASES = [
     AttentionCase(9, 1, 3, 4, 2, 64, kept=(0, 8)),
     LossCase(3, 50257),
     LossCase(3, 50257, dtype=torch.float32, scale=0.5, softcap=30.0),
+    StaticCase(9, 3, 1024, carried=True),
+    StaticCase(2, 3, 999, torch.float32, residual=True),
+    SinkhornCase(3),
+    SinkhornCase(3, 3),
 ]
 
 

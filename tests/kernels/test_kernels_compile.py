@@ -30,6 +30,10 @@ KERNELS = {
     "resident_backward_kernel",
     "resident_forward_kernel",
     "row_losses_kernel",
+    "sinkhorn_backward_kernel",
+    "sinkhorn_forward_kernel",
+    "static_backward_kernel",
+    "static_forward_kernel",
     "sum_rows_kernel",
 }
 

@@ -17,7 +17,15 @@ import torch
 
 from depthroute import ops
 from depthroute.errors import BackendError
-from tests.kernels.cases import AttentionCase, BoundaryCase, GroupCase, LossCase, MixCase
+from tests.kernels.cases import (
+    AttentionCase,
+    BoundaryCase,
+    GroupCase,
+    LossCase,
+    MixCase,
+    SinkhornCase,
+    StaticCase,
+)
 
 pytest.importorskip("triton")
 
@@ -215,6 +223,41 @@ LOSS = [
 @pytest.mark.parametrize("case", LOSS, ids=str)
 def test_the_loss_keeps_the_error_budget(case: LossCase):
     case.check("cpu")
+
+
+STATIC = [
+    StaticCase(1, 2, 96, fp32),
+    StaticCase(5, 3, 96, residual=True, scale=5 / 6),
+    StaticCase(7, 2, 99, fp16, offset=-1, residual=True),
+    StaticCase(9, 3, 40, offset=1, carried=True),
+    StaticCase(130, 1, 32, fp32, carried=True),
+    StaticCase(3, 5, 16, contiguous=False),
+]
+SINKHORN = [
+    SinkhornCase(37),
+    SinkhornCase(5, 3, scale=3.0),
+    SinkhornCase(9, 1),
+    SinkhornCase(3, 8, scale=0.1),
+    SinkhornCase(6, 5, scale=100.0),
+]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", STATIC + SINKHORN, ids=str)
+def test_static_weights_and_doubly_stochastic_matrices_keep_the_error_budget(case):
+    case.check("cpu")
+
+
+@pytest.mark.interpreter
+def test_no_tokens_and_frozen_sources_are_mixed_too():
+    logits = torch.zeros(2, requires_grad=True)
+    nothing = [torch.ones(0, 8, requires_grad=True) for _ in range(2)]
+    ops.static_mix(nothing, logits, backend="triton").sum().backward()
+    assert torch.equal(logits.grad, torch.zeros(2))
+    assert ops.doubly_stochastic(torch.ones(0, 4, 4), backend="triton").shape == (0, 4, 4)
+    frozen, trained = torch.ones(3, 8), torch.ones(3, 8, requires_grad=True)
+    ops.static_mix([frozen, trained], logits, backend="triton").sum().backward()
+    assert frozen.grad is None and torch.equal(trained.grad, torch.full((3, 8), 0.5))
 
 
 @pytest.mark.interpreter

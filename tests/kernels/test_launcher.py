@@ -24,7 +24,8 @@ from triton.runtime.jit import JITFunction
 from bench import kernels
 from depthroute import ops
 from depthroute.bench import accuracy
-from depthroute.ops._triton import attention_launch, dot_launch, layout, mix_launch
+from depthroute.ops._triton import attention_launch, dot_launch, layout, mix_launch, sinkhorn
+from depthroute.ops._triton import static as static_launch
 from depthroute.ops.private import launcher
 from tests.kernels.hopper import HopperDriver, forget_compiled
 
@@ -63,7 +64,8 @@ def triton_without_a_gpu(monkeypatch):
 def forget() -> None:
     Noted.launched.clear()
     layout._fill_table.cache_clear()
-    for plan in (mix_launch.forward_plan, mix_launch.backward_plan, attention_launch.plan):
+    plans = mix_launch.forward_plan, mix_launch.backward_plan, attention_launch.plan
+    for plan in (*plans, static_launch._prepared, sinkhorn._prepared):
         plan.cache_clear()
     forget_compiled()
 
@@ -264,6 +266,45 @@ def test_depth_attention_of_every_kind_launches_what_triton_would(asked):
         attention(**options)
     assert asked["by triton"] == before
     assert asked["launches"] >= 4 * len(ATTENTION)
+
+
+STATIC = [
+    {},
+    *({"count": n} for n in (1, 16, 18)),
+    *({"tokens": n, "width": w} for n, w in ((1, 1), (1, 2), (3, 5), (16, 1))),
+    *({"dtype": d} for d in (fp16, fp32)),
+    *({"x": d} for d in (fp16, fp32)),
+    *({"residual": d} for d in (bf16, fp32)),
+    {"residual": bf16, "aligned": False},
+    {"carried": False},
+]
+
+
+def static(
+    count=2, tokens=3, width=96, dtype=bf16, x=None, residual=None, carried=True, aligned=True
+):
+    """Both directions of a static mix, and of matrices as many as tokens."""
+    shape, weights = (tokens, width), torch.zeros(count)
+    sources = [rows(dtype, *shape, aligned) for _ in range(count)]
+    added = None if residual is None else rows(residual, *shape, aligned)
+    mixed = ns.static_mix_triton.default(sources, weights, added, 0.5, x or dtype)
+    handed = [rows(dtype, *shape, aligned) for _ in range(count)] if carried else []
+    ns.static_mix_triton_backward.default(mixed, sources, handed, weights)
+    logits = torch.zeros(tokens, count, count)
+    ns.doubly_stochastic_triton.default(logits)
+    ns.doubly_stochastic_triton_backward.default(logits, logits)
+
+
+@with_known_triton
+def test_static_mixes_and_their_like_launch_what_triton_would(asked):
+    for options in STATIC:
+        static(**options)
+    assert len(asked["kernels"]) > 20
+    before = asked["by triton"]
+    for options in reversed(STATIC):
+        static(**options)
+    assert asked["by triton"] == before
+    assert asked["launches"] >= 8 * len(STATIC)
 
 
 def fill(table, tensors):

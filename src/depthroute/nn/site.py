@@ -95,10 +95,10 @@ class SiteParameters:
         """What a stream has at this place, mixed."""
         if self.logits is not None:
             shifts = {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
-            backend = "torch" if backend == "triton" else backend  # a compiler fuses it
             given = mix.sources, self.logits, mix.residual, backend
-            x = ops.static_mix(*given, **shifts, scale=mix.scale, dtype=mix.dtype)
-            return ops.Boundary(x, None, mix.residual, None, mix.sources)
+            options = {"scale": mix.scale, "dtype": mix.dtype, "hands_on": wants.hands_on}
+            x, sources = ops.static_mix_carried(*given, **shifts, **options)
+            return ops.Boundary(x, None, mix.residual, None, sources)
         return ops.boundary(mix, self.key_weight, wants, backend)
 
     def read_streams(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,7 +37,7 @@ from depthroute.ops.mix import (
 from depthroute.ops.private.inductor import compile_options
 from depthroute.ops.rehearsal import compile_ahead
 from depthroute.ops.scored import score, scored_mix
-from depthroute.ops.static import static_mix
+from depthroute.ops.static import static_mix, static_mix_carried
 
 __all__ = [
     "BackendChoice",
@@ -71,5 +71,6 @@ __all__ = [
     "score",
     "scored_mix",
     "static_mix",
+    "static_mix_carried",
     "value_residual",
 ]

@@ -24,6 +24,8 @@ OPS = (
     "depth_mix_group",
     "depth_mix_merge",
     "depth_attention_mix",
+    "static_mix",
+    "doubly_stochastic",
     "linear_cross_entropy",
 )
 """Those with kernels."""

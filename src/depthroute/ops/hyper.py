@@ -2,7 +2,8 @@
 
 Torch's own operations. Compiled, a compiler fuses them; run eagerly, nothing as large as a stream
 is kept for backward but the arguments, and the rest is computed again. The twenty normalisations of
-small matrices are an op in either case: a graph of them would be longer than the model's.
+small matrices are an op in either case, with a kernel: a graph of them would be longer than the
+model's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from depthroute.ops import reference
 from depthroute.ops._checks import check_sources
 from depthroute.ops._torch import unrounded
 from depthroute.ops.backends import RUNS, choose, ran_by_definition
-from depthroute.ops.private.dispatch import Op, applied
+from depthroute.ops.private.dispatch import FromTriton, Op, applied
 from depthroute.ops.private.transforms import no_derivative, refuse_batched
 
 
@@ -54,7 +55,7 @@ def hyper_read(
         return _read(streams, projection, bias, factors, eps)
 
     x, post, logits = _run("hyper_read", read, given)
-    return x, post, _doubly_stochastic(logits)
+    return x, post, doubly_stochastic(logits, backend)
 
 
 def hyper_write(
@@ -78,9 +79,14 @@ def hyper_write(
 
 def doubly_stochastic(logits: Tensor, backend: str = "auto") -> Tensor:
     """``exp(logits)`` ``[..., n, n]`` with columns and rows brought to the sum one in turns."""
-    if _runs_definition("doubly_stochastic", logits, backend):
+    kind = logits.device.type, backend, logits.dtype, logits.shape[-1] ** 2
+    chosen = choose("doubly_stochastic", *kind).backend
+    if chosen == "reference":
+        ran_by_definition("doubly_stochastic")
         return reference.doubly_stochastic(logits)
-    return _doubly_stochastic(logits)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return applied(DoublyStochastic, chosen, logits)
+    return FORWARD[chosen](Projected(logits))
 
 
 def _check_sizes(streams: Tensor, projection: Tensor, bias: Tensor, factors: Tensor) -> None:
@@ -209,26 +215,31 @@ def _fake(*tensors: Tensor) -> Tensor:
     return tensors[-1].new_empty(tensors[-1].shape)
 
 
-FORWARD = Op("doubly_stochastic", Projected, Tensor, _fake, _project)
-BACKWARD = Op("doubly_stochastic_backward", ProjectedBackward, Tensor, _fake, _project_backward)
-
-
-def _doubly_stochastic(logits: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return applied(DoublyStochastic, logits)
-    return FORWARD(Projected(logits))
+FORWARD = {
+    "torch": Op("doubly_stochastic", Projected, Tensor, _fake, _project),
+    "triton": Op(
+        "doubly_stochastic_triton", Projected, Tensor, _fake, FromTriton("sinkhorn", "project")
+    ),
+}
+_backward = ProjectedBackward, Tensor, _fake
+_launched = FromTriton("sinkhorn", "project_backward")
+BACKWARD = {
+    "torch": Op("doubly_stochastic_backward", *_backward, _project_backward),
+    "triton": Op("doubly_stochastic_triton_backward", *_backward, _launched),
+}
 
 
 class DoublyStochastic(torch.autograd.Function):
     """Keeps the logits and does the steps again, which are many and small."""
 
     @staticmethod
-    def forward(ctx, logits):
+    def forward(ctx, backend, logits):
         ctx.save_for_backward(logits)
-        return FORWARD(Projected(logits))
+        ctx.backend = backend
+        return FORWARD[backend](Projected(logits))
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_batched("doubly_stochastic", "torch", grad)
-        record = ProjectedBackward(grad, *ctx.saved_tensors)
-        return BACKWARD.dispatched(*record) if torch.is_grad_enabled() else BACKWARD(record)
+        refuse_batched("doubly_stochastic", ctx.backend, grad)
+        record, op = ProjectedBackward(grad, *ctx.saved_tensors), BACKWARD[ctx.backend]
+        return None, op.dispatched(*record) if torch.is_grad_enabled() else op(record)
