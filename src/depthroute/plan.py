@@ -184,8 +184,13 @@ class Plan(Resolved):
                 replace(row, index=i, name=names[i % len(names)], source_names=())
                 for i, row in enumerate(rows)
             )
-            layers = count // len(self.sublayers)
-            made = replace(self, num_layers=layers, loops=1, places=places, depth=())
+            layers, first, depth = count // len(self.sublayers), index // len(self.sublayers), ()
+            if self.values == "numbers":  # as of one layer: it draws on -1, or others draw on it
+                depth = tuple(
+                    DepthRow((-1,), ()) if row.sources else DepthRow((), (0,))
+                    for row in self.depth[first : first + layers]
+                )
+            made = replace(self, num_layers=layers, loops=1, places=places, depth=depth)
             self._windows[index, count] = made
         return made
 

@@ -104,11 +104,20 @@ def test_a_family_has_a_graph_for_each_kind_of_sublayer(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "graphs"), [("qwen3", 2), ("gemma2", 3), ("gpt_neox", 2), ("deepseek_v3", 3)]
+    ("name", "family", "graphs"),
+    [
+        ("depth attention gate", "qwen3", 2),
+        ("depth attention gate", "gemma2", 3),
+        ("depth attention gate", "gpt_neox", 2),
+        ("depth attention gate", "deepseek_v3", 3),
+        ("value residual gate", "qwen3", 2),
+        ("value residual gate", "gemma2", 2),
+        ("value residual gate", "gpt_neox", 2),
+        ("value residual gate", "deepseek_v3", 2),
+    ],
 )
-def test_depth_attention_is_the_same_in_parts(family, graphs):
-    routing = METHODS["depth attention gate"]
-    model = disturb_routing(dr.convert(family_model(family), routing)).train()
+def test_values_over_depth_are_the_same_in_regions(name, family, graphs):
+    model = disturb_routing(dr.convert(family_model(family), METHODS[name])).train()
     if family == "deepseek_v3":
         model.set_experts_implementation("batched_mm")
     expected, counter = step(model), compiled(model, "eager")

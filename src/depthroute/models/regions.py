@@ -2,9 +2,10 @@
 
 A region is compiled once for all layers of a kind: where a method chooses among sources, a sublayer
 with its norms, and the reads between are kernels of their own; where it does not, a whole layer,
-adds and norms included; in depth attention what lies before and after the attention. Its graph
-knows neither which layer it stands in nor the plan, so that a cold start depends on how many kinds
-of layers there are and not on how deep the model is.
+adds, norms and the first layer's values included; in depth attention, which draws on ever more
+layers, what lies before and after the attention. Its graph knows neither which layer it stands in
+nor the plan, so that a cold start depends on how many kinds of layers there are and not on how deep
+the model is.
 """
 
 from __future__ import annotations

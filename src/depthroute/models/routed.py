@@ -46,7 +46,7 @@ from depthroute.models.hooks import (
 )
 from depthroute.models.regions import NORM, Regions, called
 from depthroute.models.state import LayerState
-from depthroute.nn import PreNorm, ResidualStream
+from depthroute.nn import DepthMemory, PreNorm, ResidualStream
 from depthroute.nn.remade import remaking
 from depthroute.ops import keeping_backend
 from depthroute.ops.private.regions import plain_call
@@ -131,13 +131,18 @@ class RoutedLayer(nn.Module):
             kwargs = spec.linear_arguments(kwargs)
         if regions is not None and not state.stream.plan.chooses:
             return self._repeated(state, kwargs, regions)
-        call = called if regions is None else regions.call
-        stream = state.stream
+        return self._through(state, kwargs, called if regions is None else regions.call)
+
+    def _through(
+        self, state: LayerState, kwargs: dict[str, Any], call: Callable[..., Any]
+    ) -> LayerState:
+        """The state after this layer, whose sublayers are run by ``call``."""
+        stream, name = state.stream, self.architecture.cache_argument
         if not stream.plan.changes_values:
             return LayerState(self._routed(stream, kwargs, call), None)
-        depth = self._depth(state, kwargs.get(spec.cache_argument))
+        depth = self._depth(state, kwargs.get(name))
         if depth.cache.cache is not None or self.is_latent:
-            kwargs = kwargs | {spec.cache_argument: depth.cache}
+            kwargs = kwargs | {name: depth.cache}
         stream = self._routed(stream, kwargs | {"depth": depth}, call)
         return LayerState(stream, depth.memory_after())
 
@@ -216,12 +221,19 @@ class RoutedLayer(nn.Module):
         attention draws on ever more layers, so that there it is what lies before and after."""
         (stream, memory), count = state, len(state.stream.plan.sublayers)
         structure, tensors = stream.alone(count), stream.tensors()
-        if memory is not None:
+        if memory is not None and memory.draws_on_one:
+            beside = memory.alone()
+            given = self, structure, tensors, beside.emptied(), beside.tensors(), kwargs
+            tensors, values = regions.call("layer", _run_beside, *given)
+            memory = memory.push(*(2 * values or (None, None)))
+        elif memory is not None:
             paused = regions.call("projections", _project, self, structure, tensors, kwargs)
             depth = self._depth(state, None)
             kwargs = kwargs | {"depth": depth.resumed(self._attention, paused)}
             memory = depth.memory_after()
-        tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
+            tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
+        else:
+            tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
         return LayerState(stream.with_tensors(tensors, stream.index + count), memory)
 
     @property
@@ -324,6 +336,21 @@ def _run_layer(
     layer: RoutedLayer, structure: ResidualStream, tensors: list[Tensor], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     return layer._routed(structure.with_tensors(tensors), kwargs, called).tensors()
+
+
+def _run_beside(
+    layer: RoutedLayer,
+    structure: ResidualStream,
+    tensors: list[Tensor],
+    held: DepthMemory,
+    values: list[Tensor],
+    kwargs: dict[str, Any],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """With the values that it draws on; its own are returned where later layers do."""
+    before = LayerState(structure.with_tensors(tensors), held.with_values(values))
+    stream, memory = layer._through(before, kwargs, called)
+    assert memory is not None
+    return stream.tensors(), memory.tensors()
 
 
 def _project(

@@ -101,6 +101,22 @@ class DepthMemory:
             values=tuple(values[p] for p in kept),
         )
 
+    @property
+    def draws_on_one(self) -> bool:
+        """Whether every layer draws on the first alone, so that all but that do the same."""
+        return self.plan.values == "numbers"
+
+    def alone(self) -> DepthMemory:
+        """For the layer ahead, as if the stack began with it: what it draws on is -1, and it keeps
+        its own value if it draws on nothing. Only where it :attr:`draws_on_one`."""
+        count = len(self.plan.sublayers)
+        plan = self.plan.window(self.layer * count, count)
+        return replace(self, plan=plan, layer=0, held=(-1,) * len(self.values))
+
+    def with_values(self, values: list[Tensor]) -> DepthMemory:
+        """The memory of as many values, emptied before."""
+        return replace(self, values=tuple(values))
+
     def tensors(self) -> list[Tensor]:
         return [*self.keys, *self.values]
 

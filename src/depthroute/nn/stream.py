@@ -518,7 +518,9 @@ class ResidualStream:
         plan, sites = self.plan.window(self.index, count), self.sites
         if sites is not None:
             rows = zip(plan.places[:count], sites.sites[self.index :], strict=False)
-            sites = Routing(plan, tuple(site if row.reads_mix else None for row, site in rows))
+            is_kept = plan.values == "numbers"  # read by attention, and by every layer alike
+            kept = (site if row.reads_mix or is_kept else None for row, site in rows)
+            sites = Routing(plan, tuple(kept))
         return _changed(self.emptied(), plan=plan, index=0, sites=sites)
 
     def emptied(self) -> ResidualStream:
