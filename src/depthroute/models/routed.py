@@ -220,21 +220,20 @@ class RoutedLayer(nn.Module):
         """Where nothing is chosen a region is all of the layer, the reads and adds with it; depth
         attention draws on ever more layers, so that there it is what lies before and after."""
         (stream, memory), count = state, len(state.stream.plan.sublayers)
-        structure, tensors = stream.alone(count), stream.tensors()
+        structure, tensors, after = stream.alone(count), stream.tensors(), stream.index + count
         if memory is not None and memory.draws_on_one:
             beside = memory.alone()
             given = self, structure, tensors, beside.emptied(), beside.tensors(), kwargs
             tensors, values = regions.call("layer", _run_beside, *given)
             memory = memory.push(*(2 * values or (None, None)))
-        elif memory is not None:
+            return LayerState(stream.with_tensors(tensors, after), memory)
+        if memory is not None:
             paused = regions.call("projections", _project, self, structure, tensors, kwargs)
             depth = self._depth(state, None)
             kwargs = kwargs | {"depth": depth.resumed(self._attention, paused)}
             memory = depth.memory_after()
-            tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
-        else:
-            tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
-        return LayerState(stream.with_tensors(tensors, stream.index + count), memory)
+        tensors = regions.call("layer", _run_layer, self, structure, tensors, kwargs)
+        return LayerState(stream.with_tensors(tensors, after), memory)
 
     @property
     def _attention(self) -> nn.Module:
