@@ -55,8 +55,7 @@ def resident_forward_kernel(
     """``READS_LAST``: the last of the S sources is partial + output, or output, not in the list.
     ``least_gain``: what gains nearer to zero count as, which may be 0."""
     S: tl.constexpr = len(p_sources) + 1 if READS_LAST else len(p_sources)
-    i_program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
@@ -174,8 +173,7 @@ def resident_backward_kernel(
     ``FROM_Y`` what is passed as x is y, which the gains make x again; with ``MIXES_AGAIN`` x is
     mixed once more, and what is passed is the state it was added to, if there is one."""
     S: tl.constexpr = len(p_sources)
-    i_program = tl.program_id(0)
-    num_programs = tl.num_programs(0)
+    i_program, num_programs = tl.program_id(0), tl.num_programs(0)
     o_h = tl.arange(0, HB)[None, :, None]
     m_h = o_h < H
     o_norm = tl.arange(0, HB if NORMS > 1 else 1)[None, :, None]
@@ -184,8 +182,7 @@ def resident_backward_kernel(
     if p_norm_weight is not None:
         b_w = blocks.load_row(p_norm_weight, places)
         b_w = blocks.off_zero(b_w, least_gain) if FROM_Y else b_w
-    b_dq = blocks.zeros(b_q)
-    b_dw = blocks.zeros(b_q)
+    b_dq, b_dw = blocks.zeros(b_q), blocks.zeros(b_q)
     num_rows = (N - i_program + num_programs - 1) // num_programs
     for k in tl.range(0, num_rows, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
