@@ -209,7 +209,8 @@ def test_methods_with_more_seeds_stand_beside_those_with_fewer(results, tmp_path
     first = batched(tmp_path / "first", ("standard",), 7, (0, 1))
     more = batched(tmp_path / "more", ("delta",), 7, (0, 1, 2))
     last = batched(tmp_path / "last", ("delta",), 7, (3,))
-    put(results, "a", *map(of_text, (first, more, last)))
+    rates = {first: 0.001, more: 0.003, last: 0.003}
+    put(results, "a", *(of_text(path, lr=rate) for path, rate in rates.items()))
     (field,) = evidence.fields("a")
     assert [*evidence._loss(field.series["delta"])] == [*"0123"]
     found = evidence.difference(field, "delta", "standard")
