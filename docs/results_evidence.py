@@ -94,13 +94,15 @@ def fields(grid: str) -> list[Field]:
 
 
 def _is_beside(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]) -> bool:
-    """Whether ``run`` is other methods of the same size, on the same batches in the seeds that both
-    have."""
+    """Whether ``run`` is other methods of the same shape, on the same batches in the seeds that
+    both have."""
     ours, theirs = field.run["summary"], run["summary"]
+    shapes = [preset["model"] for preset in _of(field, run, "preset")]
     orders = [summary["data_order"] or {} for summary in (ours, theirs)]
     shared = orders[0].keys() & orders[1].keys()
     return (
         not field.series.keys() & own.keys()
+        and shapes[0] == shapes[1]
         and all(ours[name] == theirs[name] for name in ("base_parameters", "tokens"))
         and bool(shared)
         and all(orders[0][seed] == orders[1][seed] for seed in shared)

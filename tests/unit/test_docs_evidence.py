@@ -201,6 +201,12 @@ def test_methods_are_compared_across_runs_only_if_they_saw_the_same_batches(resu
     assert evidence.difference(field, "delta", "standard")["interval"] is not None
     put(results, "a", first, batched(tmp_path / "other", ("delta",), 8))
     assert len(evidence.fields("a")) == 2
+    another = batched(tmp_path / "another", ("delta",), 7)
+    config = json.loads((another / "config.json").read_text())
+    config["preset"]["model"]["initializer_range"] = 0.5
+    (another / "config.json").write_text(json.dumps(config))
+    put(results, "a", first, another)
+    assert len(evidence.fields("a")) == 2, "models that start otherwise are not set side by side"
     assert "delta less standard" not in evidence.claims()
 
 

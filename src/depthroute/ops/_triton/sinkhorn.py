@@ -97,11 +97,12 @@ def sinkhorn_backward_kernel(
 
 
 @cache
-def _prepared(kernel: object, count: int) -> Prepared:
+def _prepared(kernel: object, count: int) -> tuple[Prepared, int]:
+    """And how many tokens a program takes."""
     size = triton.next_power_of_2(count)
     tokens = max(1, ELEMENTS // size**2)
     constants = {"N": count, "ROUNDS": SINKHORN_ITERATIONS - 1, "NB": size, "BT": tokens}
-    return Prepared(kernel, WARPS, True, **constants)
+    return Prepared(kernel, WARPS, True, **constants), tokens
 
 
 def _run(kernel: object, tensors: tuple[Tensor, ...]) -> Tensor:
@@ -114,8 +115,7 @@ def _run(kernel: object, tensors: tuple[Tensor, ...]) -> Tensor:
         if kernel is sinkhorn_backward_kernel:
             rounds = 2 * (SINKHORN_ITERATIONS - 1)
             tensors += (logits.new_empty(num_tokens, rounds, count),)
-        run = _prepared(kernel, count)
-        tokens = max(1, ELEMENTS // triton.next_power_of_2(count) ** 2)
+        run, tokens = _prepared(kernel, count)
         run(triton.cdiv(num_tokens, tokens), (), (*tensors, out), (num_tokens,))
     return out
 
