@@ -316,7 +316,7 @@ def group(
     sources, carried = ([normal(tokens, width).bfloat16() for _ in range(count)] for _ in range(2))
     queries = normal(num_queries, width) / width**0.5
     grad, grad_lse = normal(num_queries, tokens, width).bfloat16(), normal(num_queries, tokens, 1)
-    (packed,) = layout.pack([sources], queries)
+    packed, packed_grads = layout.pack([sources, [*grad]], queries)
 
     def logits() -> list[Tensor]:
         rstd, out = queries.new_empty(tokens, count, 1), queries.new_empty(*stats)
@@ -334,7 +334,7 @@ def group(
 
     def products() -> list[Tensor]:
         u = torch.empty_like(made_logits)
-        dot_launch.run_products(packed, grad, u)
+        dot_launch.run_products(packed, packed_grads, width, u)
         return [u]
 
     def weights() -> list[Tensor]:
@@ -344,7 +344,7 @@ def group(
         """With the table of addresses, since the gradients are new."""
         dsources = [torch.empty_like(s) for s in sources]
         tables = layout.pack([sources, dsources, carried], queries)
-        partial = dot_launch.run_sources(tables, grad, queries, coefficients, pull)
+        partial = dot_launch.run_sources(tables, packed_grads, queries, coefficients, pull)
         return [*dsources, partial.sum(0)]
 
     stats = tokens, count, num_queries, 1

@@ -37,8 +37,8 @@ def residual_path(embedding: Tensor, queries: Tensor, gains: Tensor, how: str) -
         outputs, lses = (), ()
         if how == "two phases":
             dtype = embedding.dtype
-            stacked, lse, sources = ops.depth_mix_group_carried(sources, block, dtype=dtype)
-            outputs, lses = stacked.unbind(), lse.unbind()
+            outputs, lse, sources = ops.depth_mix_group_carried(sources, block, dtype=dtype)
+            lses = lse.unbind()
         for i, query in enumerate(block.unbind()):
             newer: Sequence[Tensor] = [] if partial is None else [partial]
             if how == "two phases":

@@ -152,8 +152,8 @@ class Resolved:
 
 @dataclass(frozen=True)
 class Plan(Resolved):
-    group_size: int | None
-    """Sublayers per two-phase group; None reads in one pass."""
+    groups: tuple[int, ...]
+    """Where groups that share a first phase start; with none, places are read in one pass."""
     reason: str
     """Why one pass or two phases."""
     is_complete: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from depthroute.errors import ConfigError
@@ -166,17 +167,16 @@ class Schedule(Resolved):
 
     # the table
 
-    def plan(self, group_size: int | None, reason: str, cuts: tuple[int, ...] = ()) -> Plan:
-        sums_sources = group_size is None and self._sums_sources()
+    def plan(self, groups: tuple[int, ...], reason: str, cuts: tuple[int, ...] = ()) -> Plan:
+        sums_sources = not groups and self._sums_sources()
         keeps_state = not sums_sources and self._needs_state()
         adds_state = (self.is_additive or self.is_centered) and not sums_sources
         is_simple = self.softmax == "query" and self.sources == "delta"
         is_simple = is_simple and keeps_state == adds_state
-        last_read = self._last_read(keeps_state)
-        groups = self._groups(group_size, cuts)
+        last_read, rows = self._last_read(keeps_state), self._grouped({*groups, *cuts})
         return Plan(
             **{f.name: getattr(self, f.name) for f in fields(Resolved)},
-            group_size=group_size,
+            groups=groups,
             reason=reason,
             is_complete=self.is_complete,
             sums_sources=sums_sources,
@@ -184,7 +184,7 @@ class Schedule(Resolved):
             adds_state=adds_state,
             stores=STORED[self.sources] if self.chooses else "nothing",
             weight_offset=-1 if self.is_centered else int(sums_sources),
-            places=tuple(self._place(i, g, is_simple, last_read) for i, g in enumerate(groups)),
+            places=tuple(self._place(i, g, is_simple, last_read) for i, g in enumerate(rows)),
             depth=tuple(
                 DepthRow(self.depth_sources(layer), self.depth_kept(layer))
                 for layer in range(self.num_layers)
@@ -236,17 +236,11 @@ class Schedule(Resolved):
         is_early = self.block_size > 1 and count > 1 and 2 * block < count
         return is_early and self.num_sources(index) <= FEW_REMADE
 
-    def _groups(self, size: int | None, cuts: tuple[int, ...]) -> list[range | None]:
-        """For each place those that share phase 1 with it; none where there is nothing to share.
-
-        A group ends at a cut, since what comes after it is computed elsewhere.
-        """
+    def _grouped(self, starts: set[int]) -> list[range | None]:
+        """For each place those that share phase 1 with it; none where there is nothing to share."""
         count = self.num_sublayers
         groups: list[range | None] = [None] * (count + 1)
-        if size is None:
-            return groups
-        starts = sorted({*range(0, count, size), *cuts})
-        for start, stop in zip(starts, [*starts[1:], count], strict=True):
+        for start, stop in pairwise([*sorted(starts), count]):
             group = range(start, stop)
             if self.num_finished(start) > 1 and any(map(self.chooses_at, group)):
                 groups[start:stop] = [group] * len(group)
@@ -327,9 +321,10 @@ def build(
 
 
 def cut(plan: Plan, cuts: tuple[int, ...]) -> Plan:
-    """``plan`` for a stack that is cut before the sublayers ``cuts``: groups end there."""
+    """``plan`` for a stack that is cut before the sublayers ``cuts``: groups end there, since what
+    comes after is computed elsewhere."""
     rules = Schedule(**{f.name: getattr(plan, f.name) for f in fields(Resolved)})
-    return rules.plan(plan.group_size, plan.reason, cuts)
+    return rules.plan(plan.groups, plan.reason, cuts if plan.groups else ())
 
 
 def _refuse_misfits(config: RoutingConfig, num_layers: int, width: int | None) -> None:
@@ -436,60 +431,82 @@ def _refuse_dead_combinations(schedule: Schedule) -> None:
         )
 
 
-def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[int | None, str]:
+def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, ...], str]:
     """Two phases or one pass: the same numbers to rounding, so only speed and memory decide."""
     if not schedule.chooses:
-        return None, f"method={schedule.method!r} has no softmax over depth"
+        return (), f"method={schedule.method!r} has no softmax over depth"
     if schedule.softmax != "query":
-        return None, "one pass: there are no keys to read ahead of time"
+        return (), "one pass: there are no keys to read ahead of time"
     if schedule.is_centered:
         if config.evaluation == "two_phase":
             raise ConfigError(
                 "routing.evaluation='two_phase' would lose the bit-level identity of "
                 "init='centered'; use evaluation='one_pass' or 'auto'"
             )
-        return None, "one pass: centred weights are exactly zero at step 0 only in one pass"
+        return (), "one pass: centred weights are exactly zero at step 0 only in one pass"
     if config.evaluation == "one_pass":
-        return None, "one pass: asked for"
-    group, grouped, single = _cheapest_group(config.group_size, schedule)
+        return (), "one pass: asked for"
+    groups, grouped, single = _cheapest_groups(config.group_size, schedule)
+    count, sizes = schedule.num_sublayers, f"{len(groups)} groups"
+    lengths = {stop - start for start, stop in pairwise((*groups, count))}
+    if min(lengths) < max(lengths):
+        sizes += f" of {min(lengths)} to {max(lengths)}"
     costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
     if config.evaluation == "two_phase":
-        return group, f"two phases in groups of {group}: asked for; {costs}"
+        return groups, f"two phases in {sizes}: asked for; {costs}"
     if schedule.heads > 1:
         # its kernels without tensor cores are far from the memory's limit (docs/kernels.md)
-        return None, f"one pass: phase 1 is fast with one head only, and there are {schedule.heads}"
+        return (), f"one pass: phase 1 is fast with one head only, and there are {schedule.heads}"
     if grouped < TWO_PHASE_PAYS * single:
-        return group, f"two phases in groups of {group}: {costs}"
-    return None, f"one pass: two phases in groups of {group} would take {costs}"
+        return groups, f"two phases in {sizes}: {costs}"
+    return (), f"one pass: two phases in {sizes} would take {costs}"
 
 
 TWO_PHASE_PAYS = 0.55
 """Two phases keep one more activation per sublayer for backward and launch more kernels. Where they
 would save a third (attnres with 8 blocks, 0.6B shape) they measured 8.6% more memory than standard,
 so they must save about half."""
+LONGEST_GROUP = 10
+"""So that what is newer than a group, nine sources at most, is held by one program up to a width of
+4096."""
+FIRST_PASSES = 12
+"""More at a group's first place than at the others: push, mix and norm are kernels apart."""
 
 
-def _cheapest_group(asked: int | None, schedule: Schedule) -> tuple[int, float, float]:
-    """The group size with the least memory traffic, its cost, and that of one pass.
+def _cheapest_groups(asked: int | None, schedule: Schedule) -> tuple[tuple[int, ...], float, float]:
+    """Where groups start for the least memory traffic, what it is, and that of one pass.
 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
     sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
     (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2. A place that reads twice pays all
-    but phase 1's reading of the sources twice.
+    but phase 1's reading of the sources twice. Early groups are shorter than late ones, which
+    have more sources to read.
     """
     count = schedule.num_sublayers
     reads = [len(schedule.reads(i)) for i in range(count)]
-    mean_reads = sum(reads) / count
-    average = sum(reads[i] * schedule.num_sources(i) for i in range(count)) / count
-    candidates = [asked] if asked else [schedule.block_size] if schedule.block_size > 1 else []
-    costs = {}
-    for size in candidates or range(min(2, count), count + 1):
-        newer = finished = 0
-        for i in range(count):
-            start = i - i % size
-            finished += schedule.num_finished(start)
-            newer += reads[i] * (schedule.num_sources(i) - schedule.num_finished(start))
-        costs[size] = 6 * finished / count / size + 4 * newer / count + (3 + 5) * mean_reads
-    best = min(costs, key=lambda size: costs[size])
-    return best, costs[best], 4 * average + 4 * mean_reads
+    single = [reads[i] * (4 * schedule.num_sources(i) + 4) for i in range(count)]
+
+    def cost(start: int, stop: int) -> float:
+        grouped = schedule.num_finished(start)
+        if grouped < 2:
+            return sum(single[start:stop])
+        newer = (reads[i] * (schedule.num_sources(i) - grouped + 2) for i in range(start, stop))
+        return 6 * grouped + FIRST_PASSES + 4 * sum(newer)
+
+    size = asked or (schedule.block_size if schedule.block_size > 1 else None)
+    if size is not None:
+        starts = tuple(range(0, count, size))
+        total = sum(cost(*group) for group in pairwise((*starts, count)))
+    else:
+        best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # up to each place
+        for stop in range(1, count + 1):
+            first = max(0, stop - LONGEST_GROUP)
+            best.append(
+                min(
+                    (best[start][0] + cost(start, stop), (*best[start][1], start))
+                    for start in range(first, stop)
+                )
+            )
+        total, starts = best[count]
+    return starts, total / count, sum(single) / count

@@ -284,7 +284,7 @@ class GroupCase:
         options |= {"backend": backend, "dtype": self.output_dtype}
         if self.carried:
             outputs, lse, handed = ops.depth_mix_group_carried(*arguments, **options)
-            return outputs, lse, *handed
+            return torch.stack(outputs), lse, *handed
         return ops.depth_mix_group(*arguments, **options)
 
     def check(self, device: str) -> None:

@@ -28,6 +28,7 @@ def three_sites(sources: list[Tensor], queries: Tensor, carried: bool, normed: b
         sources.append(torch.tanh(x))
     if carried:
         outputs, lse, sources = ops.depth_mix_group_carried(sources, queries, backend=BACKEND)
+        outputs = torch.stack(outputs)
     else:
         outputs, lse = ops.depth_mix_group(sources, queries, backend=BACKEND)
     first = ops.depth_mix_carried(
@@ -54,6 +55,17 @@ def test_carried_sources_give_the_same_gradients(normed):
     carried = gradients(lambda s, q: three_sites(s, q, True, normed), sources, queries)
     for a, b in zip(plain, carried, strict=True):
         assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_an_output_of_a_group_that_nobody_reads_has_no_gradient():
+    sources, queries = draw()
+    together, _ = ops.depth_mix_group(sources, queries, backend=BACKEND)
+    apart, _, _ = ops.depth_mix_group_carried(sources, queries, backend=BACKEND)
+    expected = torch.autograd.grad(together[1:3].square().sum(), [*sources, queries])
+    found = torch.autograd.grad(sum(x.square().sum() for x in apart[1:3]), [*sources, queries])
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert expected[-1][0].abs().max() == 0 == expected[-1][3].abs().max()
 
 
 def test_checkpointing_a_site_repeats_it_safely():

@@ -37,7 +37,7 @@ def boundary(output, partial, state, query, gain, norm_weight, *sources):
 
 def group_carried(queries, gains, *sources):
     outputs, lses, handed = ops.depth_mix_group_carried(sources, queries, gains)
-    return outputs, lses, *handed
+    return *outputs, lses, *handed
 
 
 def carried(query, residual, *sources):

@@ -88,7 +88,7 @@ def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
     sources, queries = [normal(5, 8) for _ in range(3)], normal(4, 8)
     settings = 1e-6, 2, True, torch.float32
     out, lse, rstd, logits = torch.ops.depthroute.depth_mix_group(sources, queries, *settings)
-    grads = torch.ones_like(out), torch.ones_like(lse), []
+    grads = [*torch.ones_like(out)], torch.ones_like(lse), []
     arguments = (*grads, sources, queries, rstd, logits, lse, 2, True)
     op = torch.ops.depthroute.depth_mix_group_backward.default
     opcheck(op, arguments, test_utils=utilities)

@@ -120,7 +120,7 @@ def test_released_random_queries_mean_nothing_to_it():
 
 
 def test_its_plan_is_that_of_delta_but_for_what_queries_alone_have():
-    ours = {"method", "evaluation", "reason", "places", "group_size"}
+    ours = {"method", "evaluation", "reason", "places", "groups"}
     shared = ("name", "source_names", "reads_mix", "chooses", "has_gate", "scale", "starts_block")
     grid = itertools.product((1, 2, 3), ("delta", "cumulative"), ("additive", "replacement"))
     for size, sources, routing in grid:

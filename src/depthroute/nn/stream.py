@@ -480,7 +480,7 @@ class ResidualStream:
             dtype=dtype,
         )
         sources = tuple(handed) if plan.places[group.stop - 1].hands_on else self.sources
-        priors = tuple(zip(outputs.unbind(), lses.unbind(), strict=True))
+        priors = tuple(zip(outputs, lses.unbind(), strict=True))
         return _changed(self, sources=sources, priors=priors)
 
     def finish(self, site: Site | SiteParameters | None = None) -> Tensor:
@@ -584,7 +584,7 @@ def _check_tensor(what: str, tensor: Any) -> None:
 def _reads_ahead(plan: Plan, backend: str) -> bool:
     """Whether places are read together, wherever those to come are known."""
     is_plain = plan.softmax == "query" and not plan.value_reads
-    return backend == "torch" and is_plain and plan.group_size is None
+    return backend == "torch" and is_plain and not plan.groups
 
 
 def _chosen_backend(example: Tensor) -> str:

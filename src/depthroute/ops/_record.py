@@ -203,7 +203,8 @@ class Group(NamedTuple):
 
 
 class GroupBackward(NamedTuple):
-    grad: Tensor
+    grads: list[Tensor]
+    """Of every query's output [N, D]."""
     grad_lse: Tensor
     carried: list[Tensor]
     sources: list[Tensor]

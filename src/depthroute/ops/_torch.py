@@ -304,7 +304,7 @@ def group_backward(back: _record.GroupBackward) -> _record.GroupGradients:
     queries, heads, sources = back.queries, back.heads, back.sources
     dtype, (count, width) = queries.dtype, queries.shape
     rstd, logits = _by_source(back.rstd, back.logits)
-    dx = back.grad.to(dtype)
+    dx = [grad.to(dtype) for grad in back.grads]
     alpha = (logits - back.lse).exp_()
     u = torch.empty_like(alpha)
     for n, source in enumerate(sources):

@@ -336,7 +336,7 @@ def splits_backward(model: Any) -> bool:
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
     is_trained = model.get_input_embeddings().weight.requires_grad
-    return version >= SPLITS_BACKWARD and is_trained and model.plan.group_size is None
+    return version >= SPLITS_BACKWARD and is_trained and not model.plan.groups
 
 
 def _refuse_misfits(model: Any, layout: PipelineLayout, group: Any) -> None:

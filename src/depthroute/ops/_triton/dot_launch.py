@@ -200,15 +200,14 @@ def forward(
         run_outputs(packed, weights, outputs)
 
 
-def run_products(packed: Tensor, grad: Tensor, u: Tensor) -> None:
-    num_queries, tokens, width = grad.shape
-    num_sources = u.shape[1]
+def run_products(packed: Tensor, grads: Tensor, width: int, u: Tensor) -> None:
+    tokens, num_sources, num_queries, _ = u.shape
     launch = _chosen("group_products", products_launch(num_sources, width))
     largest = largest_chunk(num_sources, launch.sources)
     for first, last in chunks(num_sources, launch.sources):
         by_triton(group_products_kernel, tokens)(
             packed,
-            grad,
+            grads,
             u,
             tokens,
             num_sources,
@@ -254,14 +253,13 @@ def run_weights(
 
 
 def run_sources(
-    packed: Sequence[Tensor], grad: Tensor, queries: Tensor, weights: Tensor, pull: Tensor
+    packed: Sequence[Tensor], grads: Tensor, queries: Tensor, weights: Tensor, pull: Tensor
 ) -> Tensor:
     """Writes the sources' gradients, and returns those of the queries by program [.., G, D].
 
     ``packed``: the sources, their gradients and, if there are any, those handed on.
     """
-    num_queries, tokens, width = grad.shape
-    num_sources = weights.shape[1]
+    (num_queries, width), (tokens, num_sources) = queries.shape, weights.shape[:2]
     launch = _chosen("group_sources", sources_launch(num_sources, width))
     ranges = chunks(num_sources, launch.sources)
     largest = largest_chunk(num_sources, launch.sources)
@@ -271,7 +269,7 @@ def run_sources(
     for (first, last), of_chunk in zip(ranges, partial, strict=True):
         by_triton(group_sources_kernel, programs * column_tiles)(
             *(*packed, None)[:3],
-            grad,
+            grads,
             queries,
             weights,
             pull,
@@ -294,7 +292,7 @@ def run_sources(
 
 
 def backward(
-    grad: Tensor,
+    grads: Sequence[Tensor],
     grad_lse: Tensor,
     carried: Sequence[Tensor],
     sources: Sequence[Tensor],
@@ -306,9 +304,9 @@ def backward(
 ) -> Tensor:
     """Writes ``dsources`` and returns the gradient of the queries."""
     with on_device(queries):
-        lists = [sources, dsources, *([carried] if carried else [])]
-        packed, u = layout.pack(lists, queries), torch.empty_like(logits)
-        run_products(packed[0], grad, u)
+        lists = [grads, sources, dsources, *([carried] if carried else [])]
+        (packed_grads, *packed), u = layout.pack(lists, queries), torch.empty_like(logits)
+        run_products(packed[0], packed_grads, queries.shape[1], u)
         weights, pull = run_weights(logits, lse, grad_lse, rstd, u, queries.shape[1])
-        partial = run_sources(packed, grad, queries, weights, pull)
+        partial = run_sources(packed, packed_grads, queries, weights, pull)
     return layout.sum_rows(partial)

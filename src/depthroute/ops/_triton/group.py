@@ -26,8 +26,6 @@ SIZES = ["N", "S", "G"]  # a size of 1 must not become a constant, nor each size
 @triton.jit
 def _load_queries(
     p,
-    stride,
-    o_g,
     m_g,
     H: tl.constexpr,
     DH: tl.constexpr,
@@ -35,13 +33,13 @@ def _load_queries(
     BC: tl.constexpr,
     NT: tl.constexpr,
 ):
-    """NT fp32 blocks [BG, 1, HB, BC] of rows ``stride`` elements apart."""
+    """NT fp32 blocks [BG, 1, HB, BC] of the rows at ``p`` [BG, 1, 1, 1]."""
     o_h = tl.arange(0, HB)[None, None, :, None]
     tiles = ()
     for j in tl.static_range(NT):
         o_c = j * BC + tl.arange(0, BC)[None, None, None, :]
         m = m_g & (o_h < H) & (o_c < DH)
-        tiles = tiles + (tl.load(p + o_g * stride + (o_h * DH + o_c), m, 0.0).to(tl.float32),)
+        tiles = tiles + (tl.load(p + (o_h * DH + o_c), m, 0.0).to(tl.float32),)
     return tiles
 
 
@@ -105,7 +103,7 @@ def group_forward_kernel(
     o_g = i_chunk * BG + tl.arange(0, BG)[:, None, None, None].to(tl.int64)
     o_h = tl.arange(0, HB)[None, None, :, None]
     m_g, m_h = o_g < G, o_h < H
-    b_q = _load_queries(p_queries, D, o_g, m_g, H, DH, HB, BC, NT)
+    b_q = _load_queries(p_queries + o_g * D, m_g, H, DH, HB, BC, NT)
     for k in range((N - i_program + num_programs - 1) // num_programs):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         b_acc = ()
@@ -155,7 +153,7 @@ def group_forward_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def group_scores_kernel(
     p_sources,
-    p_grad,
+    p_grads,
     p_grad_lse,
     p_logits,
     p_lse,
@@ -167,6 +165,7 @@ def group_scores_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
     BG: tl.constexpr,
     BS: tl.constexpr,
     HB: tl.constexpr,
@@ -179,11 +178,12 @@ def group_scores_kernel(
     num_chunks = (G + BG - 1) // BG
     i_chunk = tl.program_id(0) % num_chunks
     i_row = (tl.program_id(0) // num_chunks).to(tl.int64)
-    o_g = i_chunk * BG + tl.arange(0, BG)[:, None, None, None].to(tl.int64)
+    i_g = i_chunk * BG + tl.arange(0, BG)
+    o_g = i_g[:, None, None, None].to(tl.int64)
     o_h = tl.arange(0, HB)[None, None, :, None]
     m = (o_g < G) & (o_h < H)
-    stride = D * N.to(tl.int64)
-    b_dx = _load_queries(p_grad + i_row * D, stride, o_g, o_g < G, H, DH, HB, BC, NT)
+    p_rows = pointers(p_grads, tl.minimum(i_g, G - 1), GRAD_DTYPE)[:, None, None, None]
+    b_dx = _load_queries(p_rows + i_row * D, o_g < G, H, DH, HB, BC, NT)
     b_lse = tl.load(p_lse + (o_g * N + i_row) * H + o_h, m, 0.0)
     b_delta = -tl.load(p_grad_lse + (o_g * N + i_row) * H + o_h, m, 0.0)
     for n in tl.range(0, S, BS, num_stages=STAGES):
@@ -254,7 +254,7 @@ def group_gradients_kernel(
     p_sources,
     p_outputs,
     p_carried,
-    p_grad,
+    p_grads,
     p_queries,
     p_alpha,
     p_through,
@@ -266,6 +266,7 @@ def group_gradients_kernel(
     H: tl.constexpr,
     DH: tl.constexpr,
     DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
     HAS_CARRIED: tl.constexpr,
     SLICE_NORM: tl.constexpr,
     GB: tl.constexpr,
@@ -280,16 +281,18 @@ def group_gradients_kernel(
     i_head = tl.program_id(0) // TILES % H
     i_program = tl.program_id(0) // (TILES * H)
     num_programs = tl.num_programs(0) // (TILES * H)
-    o_g = tl.arange(0, GB)[:, None, None].to(tl.int64)
+    i_g = tl.arange(0, GB)
+    o_g = i_g[:, None, None].to(tl.int64)
     m_g = o_g < G
     i_c = i_tile * BC + tl.arange(0, BC)[None, None, :]
     m_c = i_c < DH
     o_c = i_head * DH + i_c
     b_q = tl.load(p_queries + o_g * D + o_c, m_g & m_c, 0.0)  # [GB, 1, BC]
     b_dq = tl.zeros([GB, 1, BC], tl.float32)
+    p_rows = pointers(p_grads, tl.minimum(i_g, G - 1), GRAD_DTYPE)[:, None, None] + o_c
     for k in range((N - i_program + num_programs - 1) // num_programs):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
-        b_dx = tl.load(p_grad + (o_g * N + i_row) * D + o_c, m_g & m_c, 0.0).to(tl.float32)
+        b_dx = tl.load(p_rows + i_row * D, m_g & m_c, 0.0).to(tl.float32)
         for n in tl.range(0, S, BS, num_stages=STAGES):
             i_n = n + tl.arange(0, BS)
             o_n = i_n[None, :, None]

@@ -167,7 +167,7 @@ def group_outputs_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def group_products_kernel(
     p_sources,
-    p_grad,
+    p_grads,
     p_u,
     N,
     S,
@@ -182,11 +182,11 @@ def group_products_kernel(
 ):
     """u = dx . s_n [N, S, G] of one token and the sources from ``first`` to ``last``."""
     i_row = tl.program_id(0).to(tl.int64)
-    o_g = tl.arange(0, GB).to(tl.int64)
+    o_g = tl.arange(0, GB)
     o_n = first + tl.arange(0, SB)
     m_g, m_n = o_g < G, o_n < last
     p_rows = pointers(p_sources, tl.minimum(o_n, last - 1), tl.bfloat16)[:, None] + i_row * D
-    p_rows_grad = p_grad + (o_g[:, None] * N + i_row) * D
+    p_rows_grad = pointers(p_grads, tl.minimum(o_g, G - 1), tl.bfloat16)[:, None] + i_row * D
     b_u = tl.zeros([SB, GB], tl.float32)
     for k in tl.range(0, D, BK, num_stages=STAGES):
         o_k = k + tl.arange(0, BK)[None, :]
@@ -247,7 +247,7 @@ def group_sources_kernel(
     p_sources,
     p_outputs,
     p_carried,
-    p_grad,
+    p_grads,
     p_queries,
     p_weights,
     p_pull,
@@ -278,6 +278,8 @@ def group_sources_kernel(
     i_safe = tl.minimum(o_n, last - 1)
     p_rows = pointers(p_sources, i_safe, tl.bfloat16)[:, None] + o_c
     p_rows_out = pointers(p_outputs, i_safe, tl.bfloat16)[:, None] + o_c
+    p_rows_grad = pointers(p_grads, tl.minimum(o_g, G - 1).to(tl.int32), tl.bfloat16)
+    p_rows_grad = p_rows_grad[:, None] + o_c
     p_rows_carried = p_rows
     if HAS_CARRIED:
         p_rows_carried = pointers(p_carried, i_safe, tl.bfloat16)[:, None] + o_c
@@ -287,7 +289,7 @@ def group_sources_kernel(
     for k in tl.range(0, (N - i_program + num_programs - 1) // num_programs, num_stages=STAGES):
         i_row = i_program.to(tl.int64) + k * num_programs.to(tl.int64)
         b_x = tl.load(p_rows + i_row * D, m_x, 0.0)
-        b_dx = tl.load(p_grad + (o_g[:, None] * N + i_row) * D + o_c, m_q, 0.0)
+        b_dx = tl.load(p_rows_grad + i_row * D, m_q, 0.0)
         p = p_row + i_row * S * (5 * GB)
         b_alpha, b_alpha_low = tl.load(p, m_w, 0.0), tl.load(p + GB, m_w, 0.0)
         b_through, b_mid = tl.load(p + 2 * GB, m_w, 0.0), tl.load(p + 3 * GB, m_w, 0.0)

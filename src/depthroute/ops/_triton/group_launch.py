@@ -93,35 +93,34 @@ def group_forward(group: Group) -> GroupResults:
 
 
 def group_backward(back: GroupBackward) -> GroupGradients:
-    grad, grad_lse, carried, sources, queries, rstd, logits, lse, heads, slice_norm = back
-    num_queries, tokens, width = grad.shape
+    grads, grad_lse, carried, sources, queries, rstd, logits, lse, heads, slice_norm = back
+    (num_queries, width), tokens = queries.shape, rstd.shape[0]
     num_sources, device = len(sources), queries.device
     sources = [aligned(s) for s in sources]
     dsources = [torch.empty_like(s) for s in sources]
     if tokens == 0:
         return dsources, torch.zeros_like(queries)
-    grad, grad_lse, queries = (aligned(t) for t in (grad, grad_lse, queries))
-    carried = [aligned(c) for c in carried]
-    if uses_dots([*sources, *carried, grad], heads, num_sources, num_queries):
+    grads, carried = ([aligned(t) for t in tensors] for tensors in (grads, carried))
+    grad_lse, queries = aligned(grad_lse), aligned(queries)
+    if uses_dots([*sources, *carried, *grads], heads, num_sources, num_queries):
         stats = rstd, logits, lse
-        dqueries = dot_launch.backward(grad, grad_lse, carried, sources, dsources, queries, *stats)
+        dqueries = dot_launch.backward(grads, grad_lse, carried, sources, dsources, queries, *stats)
         return dsources, dqueries
     u, delta = torch.empty_like(logits), queries.new_empty(tokens, num_queries, heads)
     alpha, pull = torch.empty_like(logits), torch.empty_like(rstd)
     block = layout.tiles(width, heads)
     launch, at_once = group_launch(block, num_sources, num_queries)
     shape = {"H": heads, "DH": width // heads}
-    kind = {"DTYPE": layout.DTYPES[sources[0].dtype]}
+    dtypes = layout.DTYPES[sources[0].dtype], layout.DTYPES[grads[0].dtype]
+    kinds = dict(zip(("DTYPE", "GRAD_DTYPE"), dtypes, strict=True))
     sizes = tokens, num_sources, num_queries
     all_queries = triton.next_power_of_2(num_queries)
-    lists = [sources, dsources]
-    if carried:
-        lists.append(carried)
+    lists = [grads, sources, dsources, *([carried] if carried else [])]
     with on_device(queries):
-        packed = layout.pack(lists, queries)
+        packed_grads, *packed = layout.pack(lists, queries)
         by_triton(group_scores_kernel, tokens * triton.cdiv(num_queries, at_once))(
             packed[0],
-            grad,
+            packed_grads,
             grad_lse,
             logits,
             lse,
@@ -129,7 +128,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             delta,
             *sizes,
             **shape,
-            **kind,
+            **kinds,
             BG=at_once,
             BS=launch.sources,
             HB=block.heads,
@@ -166,7 +165,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             packed[0],
             packed[1],
             packed[2] if carried else None,
-            grad,
+            packed_grads,
             queries,
             alpha,
             u,
@@ -174,7 +173,7 @@ def group_backward(back: GroupBackward) -> GroupGradients:
             partial,
             *sizes,
             **shape,
-            **kind,
+            **kinds,
             HAS_CARRIED=len(carried) > 0,
             SLICE_NORM=slice_norm,
             GB=all_queries,

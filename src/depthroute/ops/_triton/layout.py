@@ -281,9 +281,11 @@ def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
     such a copy would synchronise, and replaying a captured graph would read a host buffer that is
     gone. Choosing among arguments inside the kernels, without a table, was slower from 9 on.
     """
-    length = len(lists[0])
-    stride = length + length % 2  # every table starts at a multiple of 16 bytes
-    flat = [t for tensors in lists for t in (*tensors, *tensors[:1])[:stride]]
+    flat, starts = [], []
+    for tensors in lists:
+        starts.append(len(flat))
+        # every table starts at a multiple of 16 bytes
+        flat += [*tensors, *tensors[-1:]] if len(tensors) % 2 else tensors
     table = torch.empty(len(flat) + 128, dtype=torch.int64, device=like.device)
     for start in range(0, len(flat), 128):
         chunk = flat[start : start + 128]
@@ -291,7 +293,7 @@ def pack(lists: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         chunk += [chunk[-1]] * (count - len(chunk))
         fill = _fill_table(tuple(map(dtype_of, chunk)))
         fill(1, (chunk,), (table[start:] if start else table,), ())
-    return [table[i * stride :] if i else table for i in range(len(lists))]
+    return [table[start:] if start else table for start in starts]
 
 
 # interpreted: few programs, and a loop that repeats although there are three rows
