@@ -462,10 +462,10 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     return (), f"one pass: two phases in {sizes} would take {costs}"
 
 
-TWO_PHASE_PAYS = 0.55
-"""Two phases keep one more activation per sublayer for backward and launch more kernels. Where they
-would save a third (attnres with 8 blocks, 0.6B shape) they measured 8.6% more memory than standard,
-so they must save about half."""
+TWO_PHASE_PAYS = 0.6
+"""Two phases keep one more activation per sublayer for backward and launch more kernels. With 8
+blocks (attnres, 0.6B shape) they measured 8.6% more memory than standard, so they must save much.
+"""
 LONGEST_GROUP = 10
 """So that what is newer than a group, nine sources at most, is held by one program up to a width of
 4096."""
@@ -473,15 +473,23 @@ FIRST_PASSES = 12
 """More at a group's first place than at the others: push, mix and norm are kernels apart."""
 
 
+def phase_1_passes(num_sources: int) -> int:
+    """As the kernels take them, the group's outputs and their gradients left out: S for the logits,
+    S for the outputs, S for the products and 3S for the gradients of the sources, which come by 16,
+    32 or 64 to tensor cores and take as long as 4 for each of those, there or not."""
+    padded = max(16, 1 << (num_sources - 1).bit_length()) if num_sources <= 64 else num_sources
+    return 3 * num_sources + max(3 * num_sources, 4 * padded)
+
+
 def _cheapest_groups(asked: int | None, schedule: Schedule) -> tuple[tuple[int, ...], float, float]:
     """Where groups start for the least memory traffic, what it is, and that of one pass.
 
     Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
-    sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: (2S + G)/G forward and
-    (4S + 2G)/G backward in phase 1, E + 2 and 3E + 3 in phase 2. A place that reads twice pays all
-    but phase 1's reading of the sources twice. Early groups are shorter than late ones, which
-    have more sources to read.
+    sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: phase 1 for the whole
+    group (:func:`phase_1_passes`, G for its outputs and 2G for their gradients), E + 2 and 3E + 3
+    at every place. One that reads twice pays all but phase 1's reading of the sources twice. Late
+    groups, which have more sources to read, are longer than early ones.
     """
     count = schedule.num_sublayers
     reads = [len(schedule.reads(i)) for i in range(count)]
@@ -492,7 +500,7 @@ def _cheapest_groups(asked: int | None, schedule: Schedule) -> tuple[tuple[int, 
         if grouped < 2:
             return sum(single[start:stop])
         newer = (reads[i] * (schedule.num_sources(i) - grouped + 2) for i in range(start, stop))
-        return 6 * grouped + FIRST_PASSES + 4 * sum(newer)
+        return phase_1_passes(grouped) + FIRST_PASSES + 4 * sum(newer)
 
     size = asked or (schedule.block_size if schedule.block_size > 1 else None)
     if size is not None:

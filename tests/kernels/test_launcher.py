@@ -530,8 +530,8 @@ def test_the_settings_in_use_are_those_that_were_measured():
     assert dot_launch.logits_launch(1024) == dot(8, 3, 64, tokens=256)
     assert dot_launch.logits_launch(24) == dot(8, 3, 32, tokens=256)
     for count, softmax, outputs, products, weights, sources in [
-        (11, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
-        (30, 1, (4, 3, 256), (4, 3, 256), 1, (2, 3, 128)),
+        (11, 1, (4, 3, 256), (1, 3, 128), 1, (2, 3, 128)),
+        (30, 1, (4, 3, 256), (2, 3, 128), 1, (2, 3, 128)),
         (50, 1, (4, 3, 128), (4, 3, 128), 2, (4, 2, 128)),
         (130, 4, (8, 2, 32), (4, 3, 128), 8, (4, 2, 128)),
     ]:

@@ -10,7 +10,7 @@ import pytest
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.plan import Resolved
-from depthroute.schedule import FIRST_PASSES, Schedule
+from depthroute.schedule import FIRST_PASSES, Schedule, phase_1_passes
 
 
 def plan(num_layers: int, *, width: int | None = None, **settings):
@@ -230,15 +230,15 @@ def test_a_model_without_layers_is_refused():
 
 def test_a_plan_says_how_it_evaluates_and_why():
     asked = plan(8, method="delta", evaluation="two_phase")
-    assert asked.groups == (0, 4, 9) and "asked for" in asked.reason
+    assert asked.groups == (0, 8) and "asked for" in asked.reason
     sized = plan(8, method="delta", evaluation="two_phase", group_size=6)
     assert sized.groups == (0, 6, 12) and "two phases in 3 groups of 4 to 6" in sized.reason
     blocks = plan(8, method="attnres", block_size=4, evaluation="two_phase")
     assert blocks.groups == (0, 4, 8, 12) and "in 4 groups: asked for; about" in blocks.reason
     assert plan(28, method="attnres", num_blocks=8).groups == ()
     deep = plan(28, method="delta")
-    assert deep.groups == (0, 4, 10, 17, 26, 36, 46)
-    assert "two phases in 7 groups of 4 to 10: about 40 passes a sublayer" in deep.reason
+    assert deep.groups == (0, 6, 12, 19, 27, 36, 46)
+    assert "two phases in 7 groups of 6 to 10: about 48 passes a sublayer" in deep.reason
     several = plan(28, method="delta", heads=4)
     assert several.groups == () and "one head only" in several.reason
     assert plan(28, method="delta", heads=4, evaluation="two_phase").groups == deep.groups
@@ -261,8 +261,9 @@ def test_no_other_groups_take_fewer_passes(method):
         total = 0
         for place in rules.plan(groups, "").places[:10]:
             total += 4 * (place.num_sources - place.num_grouped) + (8 if place.num_grouped else 4)
-            total += 0 if place.opens_group is None else 6 * place.num_finished + FIRST_PASSES
+            if place.opens_group is not None:
+                total += phase_1_passes(place.num_finished) + FIRST_PASSES
         return total
 
     every = [(0, *some) for n in range(10) for some in itertools.combinations(range(1, 10), n)]
-    assert passes(best.groups) == min(map(passes, every)) < passes((0, 5))
+    assert passes(best.groups) == min(map(passes, every)) < passes((0, 2))
