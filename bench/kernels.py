@@ -274,8 +274,11 @@ def boundary(
 
 # phase 1 on tensor cores
 
-GROUPS = [(count, 10, 1024) for count in (11, 21, 30, 50)]
-"""Sources, queries and width."""
+GROUPS = [
+    *((8, 8, 768), (16, 9, 768)),
+    *((7, 6, 1024), (13, 7, 1024), (20, 8, 1024), (28, 9, 1024), (37, 10, 1024), (47, 10, 1024)),
+]
+"""Sources, queries and width: those of delta with 12 and 28 layers."""
 GROUP_SETTINGS = {
     "group_logits": named(
         "tokens columns warps stages",
@@ -291,7 +294,8 @@ GROUP_SETTINGS = {
     ),
     "group_products": named(
         "sources columns warps stages",
-        *((64, 128, 4, 3), (64, 128, 4, 2), (64, 128, 4, 4), (64, 128, 2, 3), (64, 128, 8, 3)),
+        *((64, 128, 1, 3), (64, 128, 2, 3), (64, 128, 4, 3), (64, 128, 4, 2), (64, 128, 4, 4)),
+        *((64, 128, 2, 2), (64, 128, 8, 3)),
         *((64, 256, 4, 3), (64, 256, 4, 2), (64, 256, 8, 3), (64, 64, 4, 4), (32, 256, 4, 3)),
     ),
     "group_weights": named("warps", (1,), (2,), (4,), (8,)),

@@ -27,14 +27,16 @@ STEP_TARGETS: dict[str, dict[str, tuple[float, float | None]]] = {
 """Of standard's speed, and more memory, by preset."""
 STEP_FILES = {
     "delta-0.6b": ["step_h200_0.6b_graphs"],
-    "100m": ["step_h200_100m"],
+    "100m": ["step_h200_100m_delta", "step_h200_100m"],
     "delta-7.57b": ["step_h200_7.57b"],
 }
 SIZES = {"delta-0.6b": "0.6B", "100m": "116M", "delta-7.57b": "7.57B"}
 PLAIN_TARGET = 1.30
 WIDTH_TARGETS = 0.88, 0.80
 GENERATE_TARGET = 0.97
-GENERATE_FILES = ["generate_h200_0.6b", "generate_h200_0.6b_batch32"]
+GENERATE_FILES = [
+    *("generate_h200_0.6b", "generate_h200_0.6b_batch32", "generate_h200_0.6b_batch32_rest"),
+]
 COLD_TARGET = 45.0, 1.6, 4 / 3
 """Seconds of delta block's first step, times standard's, and a model twice as deep times it."""
 DECODE_TARGETS = dict.fromkeys(
