@@ -1,0 +1,59 @@
+"""Tests that are shared out to processes all have an outcome, or are named."""
+
+from __future__ import annotations
+
+import pytest
+from tests.gpu.shards import main
+
+TESTS = """
+import os, pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("name", ["a", "b b", "c"])
+def test_passes(name):
+    pass
+
+def test_fails():
+    assert 1 == 2
+
+@pytest.mark.skip(reason="no device")
+def test_is_skipped():
+    pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    return tmp_path
+
+
+def test_every_outcome_is_counted_and_what_failed_is_shown(folder, capsys):
+    assert main([str(folder), "--processes", "2"]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith("3 passed, 1 failed, 1 skipped, 0 not reached\n")
+    assert "assert 1 == 2" in said
+
+
+def test_what_a_process_did_not_reach_is_named(folder, capsys):
+    (folder / "test_timing.py").write_text(
+        "import os, pytest\n@pytest.mark.gpu\ndef test_ends_it_all():\n    os._exit(0)\n"
+    )
+    (folder / "test_some.py").write_text(TESTS.replace("assert 1 == 2", "pass"))
+    assert main([str(folder), "--processes", "3"]) == 1
+    said = capsys.readouterr().out
+    assert "test_timing.py::test_ends_it_all" in said
+    assert said.endswith("4 passed, 0 failed, 1 skipped, 1 not reached\n")
+
+
+def test_no_process_outlives_its_time(folder, capsys):
+    (folder / "test_some.py").write_text(
+        "import time, pytest\n@pytest.mark.gpu\ndef test_sleeps():\n    time.sleep(600)\n"
+    )
+    assert main([str(folder), "--seconds", "4"]) == 1
+    assert capsys.readouterr().out.endswith("0 passed, 0 failed, 0 skipped, 1 not reached\n")
+
+
+def test_no_tests_is_an_error(tmp_path):
+    with pytest.raises(SystemExit, match="no tests found"):
+        main([str(tmp_path)])
