@@ -124,6 +124,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "cold": speed.cold,
     "generated": speed.generated,
     "widths": speed.widths,
+    "width-misses": speed.width_misses,
     "decode": speed.decode,
     "compare": models.compare,
     "compare-steps": models.compare_steps,

@@ -270,23 +270,57 @@ def step_table(preset: str) -> str:
     return sources + "\n" + table(head.split("|"), lines)
 
 
+WIDTH_FRACTIONS = dict(zip(("forward_frac", "both_frac"), WIDTH_TARGETS, strict=True))
+
+
+def timed_widths() -> list[dict[str, Any]]:
+    return [row for row in load("widths_h200")["rows"] if row["status"] == "timed"]
+
+
+def shape_cells(row: dict[str, Any]) -> list[str]:
+    kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[row["dtype"]]
+    heads = f", {row['heads']} heads" if row["heads"] > 1 else ""
+    return [str(row["S"]), str(row["D"]), kind + heads]
+
+
+def width_misses() -> str:
+    """What hardware counters say of every shape and direction that misses."""
+    data = load("counters_h200")
+    counted = {(*shape_cells(row), "backward" in row["kernel"]): row for row in data["rows"]}
+    lines = []
+    for row in sorted(timed_widths(), key=lambda row: row["both_frac"]):
+        for (fraction, least), is_backward in zip(
+            WIDTH_FRACTIONS.items(), (False, True), strict=True
+        ):
+            if row[fraction] >= least:
+                continue
+            found = counted[*shape_cells(row), is_backward]
+            shares = found["memory_busy"], found["issue_busy"], found["warps_active"]
+            more = f"{found['bytes'] / found['least_bytes'] - 1:+.0%}"
+            lines.append(
+                [
+                    *shape_cells(row),
+                    "with backward" if is_backward else "forward",
+                    f"{row[fraction]:.2f}",
+                    *(f"{share:.2f}" for share in shares),
+                    *(f"{found['registers']:.0f}", more),
+                ]
+            )
+    head = "sources|width|dtype|missed|reached|memory busy|issue busy|warps there|registers|bytes"
+    return source("counters_h200", data["machine"]) + "\n" + table(head.split("|"), lines)
+
+
 def widths() -> str:
     """How many shapes of the sweep miss, and the lowest ten in each direction."""
-    name = "widths_h200"
+    name, timed, fractions = "widths_h200", timed_widths(), WIDTH_FRACTIONS
     data = load(name)
-    timed = [row for row in data["rows"] if row["status"] == "timed"]
-    fractions = dict(zip(("forward_frac", "both_frac"), WIDTH_TARGETS, strict=True))
 
     def is_missed(row: dict[str, Any]) -> bool:
         return any(row[fraction] < least for fraction, least in fractions.items())
 
     def cells(row: dict[str, Any]) -> list[str]:
-        kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[row["dtype"]]
-        return [
-            *(str(row[what]) for what in "SD"),
-            kind + (f", {row['heads']} heads" if row["heads"] > 1 else ""),
-            *(judged(f"{row[f]:.2f}", row[f] >= least) for f, least in fractions.items()),
-        ]
+        reached = (judged(f"{row[f]:.2f}", row[f] >= least) for f, least in fractions.items())
+        return [*shape_cells(row), *reached]
 
     missed = [row for row in timed if is_missed(row)]
     lowest = {id(row): row for f in fractions for row in sorted(timed, key=lambda r: r[f])[:10]}
