@@ -187,6 +187,6 @@ def test_command_lines_are_found():
     assert spans("as `depthroute env\n--json` and `bench step` do") == ["env --json", "bench step"]
     assert spans("as `python -m bench tune` does") == ["-m bench tune"]
     files = {name for name, _, _ in LINES}
-    assert {"README.md", "docs/training.md", "docs/commands.md", "docs/kernels.md"} <= files
+    assert {"README.md", "docs/training.md", "docs/commands.md", "docs/measuring.md"} <= files
     assert {"examples/check_eval.py", "src/depthroute/cli/about.py"} <= files
     assert {is_whole for name, _, is_whole in LINES if name == "docs/commands.md"} == {True, False}

@@ -1,4 +1,4 @@
-"""Tiles and launch settings, whose reasons are in docs/kernels.md, and the small kernels around the
+"""Tiles and launch settings, whose reasons are in docs/launches.md, and the small kernels around the
 others: tables of addresses, and sums of the rows that every program left."""
 
 from __future__ import annotations
