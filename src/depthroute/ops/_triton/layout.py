@@ -1,5 +1,5 @@
-"""Tiles and launch settings, whose reasons are in docs/launches.md, and the small kernels around the
-others: tables of addresses, and sums of the rows that every program left."""
+"""Tiles and launch settings, whose reasons are in docs/launches.md, and the small kernels around
+the others: tables of addresses, and sums of the rows that every program left."""
 
 from __future__ import annotations
 
