@@ -168,12 +168,15 @@ class Schedule(Resolved):
     # the table
 
     def plan(self, groups: tuple[int, ...], reason: str, cuts: tuple[int, ...] = ()) -> Plan:
+        """``groups``: where some may start, beside the ``cuts``."""
+        rows = self._grouped({*groups, *cuts})
+        groups = tuple(dict.fromkeys(row.start for row in rows if row is not None))
         sums_sources = not groups and self._sums_sources()
         keeps_state = not sums_sources and self._needs_state()
         adds_state = (self.is_additive or self.is_centered) and not sums_sources
         is_simple = self.softmax == "query" and self.sources == "delta"
         is_simple = is_simple and keeps_state == adds_state
-        last_read, rows = self._last_read(keeps_state), self._grouped({*groups, *cuts})
+        last_read = self._last_read(keeps_state)
         return Plan(
             **{f.name: getattr(self, f.name) for f in fields(Resolved)},
             groups=groups,
@@ -446,19 +449,23 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
         return (), "one pass: centred weights are exactly zero at step 0 only in one pass"
     if config.evaluation == "one_pass":
         return (), "one pass: asked for"
-    groups, grouped, single = _cheapest_groups(config.group_size, schedule)
-    count, sizes = schedule.num_sublayers, f"{len(groups)} groups"
-    lengths = {stop - start for start, stop in pairwise((*groups, count))}
-    if min(lengths) < max(lengths):
-        sizes += f" of {min(lengths)} to {max(lengths)}"
-    costs = f"about {grouped:.0f} passes a sublayer against {single:.0f} in one pass"
-    if config.evaluation == "two_phase":
-        return groups, f"two phases in {sizes}: asked for; {costs}"
+    is_asked = config.evaluation == "two_phase"
+    starts, grouped, single = _cheapest_groups(config.group_size, schedule, is_asked)
+    bounds = pairwise((*starts, schedule.num_sublayers))
+    lengths = [stop - start for start, stop in bounds if schedule.num_finished(start) > 1]
+    if not lengths:
+        why = "there is no group with two sources before it" if is_asked else "two take longer"
+        return (), f"one pass: {why}"
+    sizes = f"{len(lengths)} group{'s' if len(lengths) > 1 else ''} of {min(lengths)}"
+    sizes += f" to {max(lengths)}" if min(lengths) < max(lengths) else ""
+    costs = f"as long as about {grouped:.0f} passes a sublayer, and one pass {single:.0f}"
+    if is_asked:
+        return starts, f"two phases in {sizes}: asked for; {costs}"
     if schedule.heads > 1:
-        # its kernels without tensor cores are far from the memory's limit (docs/kernels.md)
+        # kernels without tensor cores take as long or longer (docs/negative-results.md)
         return (), f"one pass: phase 1 is fast with one head only, and there are {schedule.heads}"
     if grouped < TWO_PHASE_PAYS * single:
-        return groups, f"two phases in {sizes}: {costs}"
+        return starts, f"two phases in {sizes}: {costs}"
     return (), f"one pass: two phases in {sizes} would take {costs}"
 
 
@@ -476,35 +483,40 @@ FIRST_PASSES = 12
 def phase_1_passes(num_sources: int) -> int:
     """As the kernels take them, the group's outputs and their gradients left out: S for the logits,
     S for the outputs, S for the products and 3S for the gradients of the sources, which come by 16,
-    32 or 64 to tensor cores and take as long as 4 for each of those, there or not."""
-    padded = max(16, 1 << (num_sources - 1).bit_length()) if num_sources <= 64 else num_sources
-    return 3 * num_sources + max(3 * num_sources, 4 * padded)
+    32 or 64 to tensor cores and take about as long as 4 for each of those, there or not."""
+    launches = math.ceil(num_sources / 64)
+    padded = max(16, 1 << (math.ceil(num_sources / launches) - 1).bit_length())
+    return 3 * num_sources + max(3 * num_sources, 4 * padded * launches)
 
 
-def _cheapest_groups(asked: int | None, schedule: Schedule) -> tuple[tuple[int, ...], float, float]:
-    """Where groups start for the least memory traffic, what it is, and that of one pass.
+def _cheapest_groups(
+    asked: int | None, schedule: Schedule, is_wanted: bool
+) -> tuple[tuple[int, ...], float, float]:
+    """Where groups start so that reading takes least, how long it takes, and one pass. If
+    ``is_wanted``, some places share a first phase wherever any can.
 
-    Costs are passes (reads or writes of one activation) per sublayer, forward and backward, with
+    Times are in passes (reads or writes of one activation) per sublayer, forward and backward, with
     source gradients accumulated in the kernels; docs/kernels.md has the account. One pass over S
     sources: S + 3 forward, 3S + 1 backward. Two phases with E newer sources: phase 1 for the whole
     group (:func:`phase_1_passes`, G for its outputs and 2G for their gradients), E + 2 and 3E + 3
-    at every place. One that reads twice pays all but phase 1's reading of the sources twice. Late
-    groups, which have more sources to read, are longer than early ones.
+    at every place. One that reads twice pays all but phase 1's reading of the sources twice.
     """
     count = schedule.num_sublayers
     reads = [len(schedule.reads(i)) for i in range(count)]
     single = [reads[i] * (4 * schedule.num_sources(i) + 4) for i in range(count)]
+    must_share = is_wanted and schedule.num_finished(count - 1) > 1
 
     def cost(start: int, stop: int) -> float:
         grouped = schedule.num_finished(start)
         if grouped < 2:
-            return sum(single[start:stop])
+            return math.inf if must_share and stop == count else sum(single[start:stop])
         newer = (reads[i] * (schedule.num_sources(i) - grouped + 2) for i in range(start, stop))
         return phase_1_passes(grouped) + FIRST_PASSES + 4 * sum(newer)
 
     size = asked or (schedule.block_size if schedule.block_size > 1 else None)
     if size is not None:
         starts = tuple(range(0, count, size))
+        must_share = False
         total = sum(cost(*group) for group in pairwise((*starts, count)))
     else:
         best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # up to each place

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import psutil
 import pytest
 from tests.gpu.shards import main
 
@@ -46,12 +49,25 @@ def test_what_a_process_did_not_reach_is_named(folder, capsys):
     assert said.endswith("4 passed, 0 failed, 1 skipped, 1 not reached\n")
 
 
-def test_no_process_outlives_its_time(folder, capsys):
+def test_no_process_outlives_its_time_nor_what_it_has_started(folder, capsys):
     (folder / "test_some.py").write_text(
-        "import time, pytest\n@pytest.mark.gpu\ndef test_sleeps():\n    time.sleep(600)\n"
+        "import pytest, subprocess\n@pytest.mark.gpu\ndef test_sleeps():\n"
+        "    subprocess.run(['sleep', '615.25'])\n"
     )
-    assert main([str(folder), "--seconds", "4"]) == 1
+    began = time.monotonic()
+    assert main([str(folder), "--seconds", "6"]) == 1
+    assert time.monotonic() - began < 60
     assert capsys.readouterr().out.endswith("0 passed, 0 failed, 0 skipped, 1 not reached\n")
+    running = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert ["sleep", "615.25"] not in running
+
+
+def test_what_a_process_said_before_it_crashed_is_shown(folder, capsys):
+    (folder / "test_some.py").write_text(TESTS.replace("assert 1 == 2", "os.abort()"))
+    assert main([str(folder), "--processes", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "Fatal Python error: Aborted" in said
+    assert "ended with status -6" in said
 
 
 def test_no_tests_is_an_error(tmp_path):

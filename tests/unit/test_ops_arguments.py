@@ -60,6 +60,10 @@ def test_no_tokens_give_no_tokens():
     assert x.shape == (2, 0, 8)
     x.sum().backward()
     assert not query.grad.any()
+    outputs, lses = ops.depth_mix_group(sources, query[None])
+    assert outputs.shape == (1, 2, 0, 8) and lses.shape == (1, 2, 0, 1)
+    outputs.sum().backward()
+    assert not query.grad.any()
 
 
 def test_inputs_are_left_as_they_were():

@@ -10,7 +10,7 @@ import pytest
 from depthroute.config import RoutingConfig
 from depthroute.errors import ConfigError
 from depthroute.plan import Resolved
-from depthroute.schedule import FIRST_PASSES, Schedule, phase_1_passes
+from depthroute.schedule import FIRST_PASSES, Schedule, cut, phase_1_passes
 
 
 def plan(num_layers: int, *, width: int | None = None, **settings):
@@ -230,15 +230,15 @@ def test_a_model_without_layers_is_refused():
 
 def test_a_plan_says_how_it_evaluates_and_why():
     asked = plan(8, method="delta", evaluation="two_phase")
-    assert asked.groups == (0, 8) and "asked for" in asked.reason
+    assert asked.groups == (8,) and "two phases in 1 group of 8: asked for" in asked.reason
     sized = plan(8, method="delta", evaluation="two_phase", group_size=6)
-    assert sized.groups == (0, 6, 12) and "two phases in 3 groups of 4 to 6" in sized.reason
+    assert sized.groups == (6, 12) and "two phases in 2 groups of 4 to 6" in sized.reason
     blocks = plan(8, method="attnres", block_size=4, evaluation="two_phase")
-    assert blocks.groups == (0, 4, 8, 12) and "in 4 groups: asked for; about" in blocks.reason
+    assert blocks.groups == (4, 8, 12) and "in 3 groups of 4: asked for; as" in blocks.reason
     assert plan(28, method="attnres", num_blocks=8).groups == ()
     deep = plan(28, method="delta")
-    assert deep.groups == (0, 6, 12, 19, 27, 36, 46)
-    assert "two phases in 7 groups of 6 to 10: about 48 passes a sublayer" in deep.reason
+    assert deep.groups == (6, 12, 19, 27, 36, 46)
+    assert "two phases in 6 groups of 6 to 10: as long as about 48 passes" in deep.reason
     several = plan(28, method="delta", heads=4)
     assert several.groups == () and "one head only" in several.reason
     assert plan(28, method="delta", heads=4, evaluation="two_phase").groups == deep.groups
@@ -255,6 +255,7 @@ def test_a_plan_says_how_it_evaluates_and_why():
 def test_no_other_groups_take_fewer_passes(method):
     """Counted from the places of the plans."""
     best = plan(5, method=method, evaluation="two_phase")
+    assert best.groups
     rules = Schedule(**{field.name: getattr(best, field.name) for field in fields(Resolved)})
 
     def passes(groups: tuple[int, ...]) -> int:
@@ -265,5 +266,23 @@ def test_no_other_groups_take_fewer_passes(method):
                 total += phase_1_passes(place.num_finished) + FIRST_PASSES
         return total
 
-    every = [(0, *some) for n in range(10) for some in itertools.combinations(range(1, 10), n)]
-    assert passes(best.groups) == min(map(passes, every)) < passes((0, 2))
+    every = [some for n in range(1, 10) for some in itertools.combinations(range(1, 10), n)]
+    assert passes(best.groups) == min(map(passes, every)) < passes((2,))
+
+
+def test_two_phases_that_are_asked_for_share_something_wherever_anything_can_be_shared():
+    for layers in range(1, 6):
+        asked = plan(layers, method="attnres", evaluation="two_phase")
+        assert asked.groups and asked.places[asked.groups[0]].opens_group is not None
+        assert plan(layers, method="attnres").groups == ()
+    nothing = plan(4, method="delta", evaluation="two_phase", group_size=8)
+    assert nothing.groups == () and nothing.reason.startswith("one pass: there is no group with")
+    assert plan(2, method="delta").reason == "one pass: two take longer"
+
+
+def test_a_plan_that_is_cut_names_the_groups_that_it_has():
+    whole = plan(12, method="delta")
+    parts = cut(whole, (10,))
+    assert whole.groups == (7, 15) and parts.groups == (7, 10, 15)
+    opened = [place.index for place in parts.places if place.opens_group is not None]
+    assert opened == [*parts.groups]

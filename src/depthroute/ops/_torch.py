@@ -295,7 +295,8 @@ def group_forward(group: _record.Group) -> _record.GroupResults:
 def _by_source(rstd: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """As [S, N, 1|H] and [S, G, N, H]: what is kept is written in that order."""
     tokens, num_sources, count, heads = logits.shape
-    return rstd.view(num_sources, tokens, -1), logits.view(num_sources, count, tokens, heads)
+    norms = rstd.shape[-1]
+    return rstd.view(num_sources, tokens, norms), logits.view(num_sources, count, tokens, heads)
 
 
 @_unrounded
