@@ -120,6 +120,8 @@ def test_values_over_depth_are_the_same_in_regions(name, family, graphs):
     model = disturb_routing(dr.convert(family_model(family), METHODS[name])).train()
     if family == "deepseek_v3":
         model.set_experts_implementation("batched_mm")
+    elif family == "gemma2":  # sdpa, which transformers 5.17 takes, masks some of its layers
+        model.set_attn_implementation("eager")
     expected, counter = step(model), compiled(model, "eager")
     check_same(step(model), expected)
     assert counter.frame_count == graphs + 1
