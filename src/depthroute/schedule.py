@@ -454,7 +454,7 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     bounds = pairwise((*starts, schedule.num_sublayers))
     lengths = [stop - start for start, stop in bounds if schedule.num_finished(start) > 1]
     if not lengths:
-        why = "there is no group with two sources before it" if is_asked else "two take longer"
+        why = "no group has two sources before it" if is_asked else "two phases would take longer"
         return (), f"one pass: {why}"
     sizes = f"{len(lengths)} group{'s' if len(lengths) > 1 else ''} of {min(lengths)}"
     sizes += f" to {max(lengths)}" if min(lengths) < max(lengths) else ""
@@ -462,7 +462,7 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     if is_asked:
         return starts, f"two phases in {sizes}: asked for; {costs}"
     if schedule.heads > 1:
-        # kernels without tensor cores take as long or longer (docs/negative-results.md)
+        # more have no tensor cores, for which alone phase 1 was tuned (docs/kernels.md)
         return (), f"one pass: phase 1 is fast with one head only, and there are {schedule.heads}"
     if grouped < TWO_PHASE_PAYS * single:
         return starts, f"two phases in {sizes}: {costs}"

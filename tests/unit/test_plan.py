@@ -276,8 +276,8 @@ def test_two_phases_that_are_asked_for_share_something_wherever_anything_can_be_
         assert asked.groups and asked.places[asked.groups[0]].opens_group is not None
         assert plan(layers, method="attnres").groups == ()
     nothing = plan(4, method="delta", evaluation="two_phase", group_size=8)
-    assert nothing.groups == () and nothing.reason.startswith("one pass: there is no group with")
-    assert plan(2, method="delta").reason == "one pass: two take longer"
+    assert nothing.groups == () and nothing.reason == "one pass: no group has two sources before it"
+    assert plan(2, method="delta").reason == "one pass: two phases would take longer"
 
 
 def test_a_plan_that_is_cut_names_the_groups_that_it_has():
