@@ -117,7 +117,7 @@ def every_width(
     where = timing.device_of(device, "widths", cpu=False)
     earlier = [] if resume is None else widths.read_rows(resume)
     record = record_of("widths", output, seconds=seconds, resume=resume and str(resume))
-    shapes = [*widths.EVERY_SHAPE, *widths.OTHERS]
+    shapes = [*widths.EVERY_SHAPE, *widths.OTHERS, *widths.SEVERAL_HEADS]
     with output.watching(record):
         widths.run(
             record, where, shapes, seconds=seconds, num_processes=precompile, earlier=earlier

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def steps(
 def operators(
     rows: Sequence[Sequence[Any]], num_processes: int, say: Say, seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """Kernels of (contender, sources, width), shared out to ``num_processes`` processes.
+    """Kernels of (contender, sources, width), for this library perhaps with heads, shared out to ``num_processes`` processes.
 
     Those of a peer that tunes itself are compiled in every setting it tries, the settings of a
     kernel by turns: some shapes compile a hundred times as long as others. Processes that take
@@ -176,7 +177,7 @@ def _compile_step(task: dict[str, Any]) -> dict[str, Any]:
 def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
     index, count = task["share"]
     started, failed = time.perf_counter(), []
-    for number, (name, sources, width) in enumerate(task["rows"]):
+    for number, (name, sources, width, *heads) in enumerate(task["rows"]):
         try:
             (contender,) = peers.find([name])[0].values()
             if contender.refuses(sources, num_tokens(sources), width) is not None:
@@ -188,11 +189,12 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
             alike = [inputs.sources[0].detach().requires_grad_() for _ in range(sources)]
             share = compiles_settings(index, count) if contender.tunes else contextlib.nullcontext()
             torch.compiler.reset()
+            mix = partial(contender.mix, heads=heads[0]) if heads else contender.mix
             with share:
-                accuracy.run_both(contender.mix, alike, inputs.query, inputs.grad)
+                accuracy.run_both(mix, alike, inputs.query, inputs.grad)
                 if not contender.tunes:
                     with torch.no_grad():  # another graph of torch.compile
-                        contender.mix(alike, inputs.query)
+                        mix(alike, inputs.query)
             del inputs, alike
             torch.cuda.empty_cache()  # for the other processes
         except Exception as error:  # it will be met again, and reported, when it is measured

@@ -71,6 +71,15 @@ OTHERS = [
     for dtype, heads in (("float16", 1), ("float32", 1), ("bfloat16", 4))
 ]
 """A few in other dtypes and with heads."""
+SEVERAL_HEADS = [
+    Shape(sources, width, heads=heads)
+    for sources, width, heads in (
+        *((9, 768, 4), (9, 768, 8), (9, 1024, 4), (9, 1024, 8), (9, 1536, 4), (9, 2048, 2)),
+        *((9, 2048, 8), (9, 4096, 4), (9, 4096, 8), (3, 2048, 4), (5, 1024, 4), (17, 2048, 4)),
+        *((33, 1024, 8), (9, 2560, 4), (9, 3072, 8), (17, 4096, 8)),
+    )
+]
+"""With 4 or 8 heads, which are the best for multi-head attention residuals, and some with 2."""
 
 
 def run(
@@ -89,7 +98,7 @@ def run(
             record.add(known[key(shape.row)])
     missing = [shape for shape in shapes if key(shape.row) not in known]
     if num_processes > 0:
-        rows = [[OURS, s.sources, s.width] for s in missing if s.dtype == "bfloat16"]
+        rows = [[OURS, s.sources, s.width, s.heads] for s in missing if s.dtype == "bfloat16"]
         record.values["precompiled"] = precompile.operators(
             rows, num_processes, record.say, seconds * PRECOMPILE_SHARE
         )

@@ -364,6 +364,8 @@ def in_short() -> str:
             low, high = result["interval"]
             kind = "better" if high < 0 else "worse" if low > 0 else "open"
             found[kind].append((result["mean"], f"{method} ({result['mean']:+.3f})"))
+        if not any(found.values()):  # no method has seeds enough yet
+            continue
         said = {
             kind: ", ".join(words for _, words in sorted(methods))
             for kind, methods in found.items()

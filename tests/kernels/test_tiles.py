@@ -161,7 +161,35 @@ def test_narrow_rows_are_streamed_forward_without_the_padding_of_wider_tiles():
 
 def test_several_heads_are_not_padded_as_one():
     assert backward(1152, 9, heads=4)[0] == layout.Tiles(4, 128, 3)
-    assert backward(2048, 9, heads=4)[0] == layout.Tiles(4, 512, 1)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1024, 4), (1024, 8), (2048, 2), (2048, 8), (4096, 4)])
+def test_one_tile_of_several_heads_is_read_as_four(width, heads):
+    """No lane more, and still 16 bytes a thread."""
+    tile = layout.forward_tiles(width, heads)
+    assert layout.tiles(width, heads).count == 1 and tile.count == 4
+    assert tile.elements == layout.tiles(width, heads).elements
+    launch = layout.forward_launch(tile, 9, 2)
+    assert launch.sources == 1 and 2 * heads * tile.columns == 16 * 32 * launch.warps
+
+
+def test_slices_of_heads_stay_64_bytes_in_a_row():
+    assert layout.forward_tiles(1024, 16) == layout.Tiles(16, 32, 2)
+    assert layout.forward_tiles(2048, 64) == layout.tiles(2048, 64)
+
+
+def test_backward_of_several_heads_splits_2048_lanes_and_a_padded_tile():
+    """Not where it holds more than its sources, or where three quarters are of padded heads."""
+    for width, heads, tile, warps in (
+        *((768, heads, layout.Tiles(heads, 256 // heads, 3), 2) for heads in (4, 8)),
+        *((1536, heads, layout.Tiles(heads, 1024 // heads, 2), 4) for heads in (4, 8)),
+        *((2048, heads, layout.Tiles(heads, 1024 // heads, 2), 4) for heads in (2, 4, 8)),
+        (1024, 4, layout.Tiles(4, 256, 1), 4),
+        (768, 3, layout.Tiles(4, 256, 1), 4),
+    ):
+        block, launch = backward(width, 9, heads=heads)
+        assert (block, launch.warps) == (tile, warps), (width, heads)
+    assert backward(2048, 4, heads=4, carried=True)[0] == layout.Tiles(4, 512, 1)
 
 
 def test_the_widths_that_were_tuned_keep_their_settings():

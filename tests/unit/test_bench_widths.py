@@ -44,6 +44,8 @@ def test_the_sweep_is_that_of_real_models():
     assert {(s.dtype, s.heads) for s in widths.OTHERS} == {
         ("float16", 1), ("float32", 1), ("bfloat16", 4)
     }  # fmt: skip
+    assert {s.heads for s in widths.SEVERAL_HEADS} == {2, 4, 8}
+    assert not set(widths.SEVERAL_HEADS) & set(widths.OTHERS)
 
 
 def test_a_shape_is_timed_against_a_copy_of_as_many_bytes(small):

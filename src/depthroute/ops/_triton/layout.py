@@ -38,6 +38,8 @@ class Tiles:
 
 NARROWEST = 256
 """Elements of a tile that one warp reads as 16 bytes a thread, in 16-bit dtypes."""
+LEAST_SLICE = 32
+"""Columns of one head in such a tile: 64 bytes in a row."""
 WIDEST = 4096
 SHARED_BYTES = 216 * 1024
 """Of a Hopper SM's 227 KB, what rows on their way may take."""
@@ -58,8 +60,13 @@ def tiles(width: int, heads: int, narrowest: int = NARROWEST) -> Tiles:
 @cache
 def forward_tiles(width: int, heads: int) -> Tiles:
     """Of the streaming forward: 8 bytes a thread cost less than an eighth of all lanes (17 sources
-    of 576: 0.81 of the copy speed, as 5 tiles of 128 columns 0.98)."""
+    of 576: 0.81 of the copy speed, as 5 tiles of 128 columns 0.98). One tile of several heads is
+    read as four (9 sources of 4096 with 4 heads: 0.67, as four 0.96)."""
     block = tiles(width, heads)
+    if heads > 1 and block.count == 1:
+        least = max(LEAST_SLICE, NARROWEST * warps_for(block.elements, 32) // block.heads)
+        count = max(1, block.columns // least)
+        return Tiles(block.heads, block.columns // count, count)
     is_padded = heads == 1 and 8 * width < 7 * block.elements
     return tiles(width, heads, NARROWEST // 2) if is_padded else block
 
@@ -72,9 +79,11 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
 
     In the backward of ``num_backward`` sources, 6 to 9, it is one, however padded: three would need
     twice the warps, whose threads read half as much at once. Several heads are padded each, which
-    costs more than that. Where three are without any padding, they are better forward and in what
-    ``holds_more``: see :func:`is_three_quarters`.
+    costs more than that: see :func:`_tiles_of_heads`. Where three are without any padding, they are
+    better forward and in what ``holds_more``: see :func:`is_three_quarters`.
     """
+    if heads > 1 and num_backward and not holds_more and (block := _tiles_of_heads(width, heads)):
+        return block
     rows, single = triton.next_power_of_2(heads), triton.next_power_of_2(width // heads)
     if is_three_quarters(width, heads) and (holds_more or num_backward == 0):
         return Tiles(1, width // 3, 3)
@@ -90,6 +99,19 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
     while columns > WIDEST:
         columns, count = columns // 2, count * 2
     return Tiles(rows, columns, count)
+
+
+def _tiles_of_heads(width: int, heads: int) -> Tiles | None:
+    """In the backward of several heads: 1024 lanes of which a quarter is padding are three tiles
+    without any, and 2048 with no more padding than that are two, for fewer warps (9 sources of 1536
+    with 4 heads: 0.64 of the copy speed as one tile, 0.85 as two)."""
+    rows, slice_width = triton.next_power_of_2(heads), width // heads
+    single = triton.next_power_of_2(slice_width)
+    if rows * single == 1024 and 4 * slice_width == 3 * single and single >= 4 * LEAST_SLICE:
+        return Tiles(rows, single // 4, 3)
+    if rows * single == 2048 and 4 * width >= 3 * 2048 and single >= 2 * LEAST_SLICE:
+        return Tiles(rows, single // 2, 2)
+    return None
 
 
 def is_three_quarters(width: int, heads: int) -> bool:
@@ -237,7 +259,7 @@ def resident_backward_launch(
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
     warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))
-    if block.count == 3 and block.elements <= WIDEST:
+    if 1 < block.count <= 3 and block.elements <= WIDEST:
         # 5 sources of 2304: 0.86 with 4 and two programs, 0.70 with 8
         warps = min(2 if is_three_quarters(width, block.heads) else 4, warps)
     programs, ahead = max(1, 2048 // block.elements), rows * block.elements * itemsize
