@@ -26,7 +26,7 @@ import torch
 
 from bench import kernels, peers
 from depthroute.bench import accuracy
-from depthroute.bench.operators import num_tokens
+from depthroute.bench.operators import num_tokens, our_mix
 from depthroute.bench.record import Say, one_line
 from depthroute.bench.step import Settings, StepRunner, cache_counts
 from depthroute.config import RoutingConfig
@@ -66,7 +66,8 @@ def steps(
 def operators(
     rows: Sequence[Sequence[Any]], num_processes: int, say: Say, seconds: float | None = None
 ) -> list[dict[str, Any]]:
-    """Kernels of (contender, sources, width), for this library perhaps with heads, shared out to ``num_processes`` processes.
+    """Kernels of (contender, sources, width), of this library's perhaps with heads, shared out to
+    ``num_processes`` processes.
 
     Those of a peer that tunes itself are compiled in every setting it tries, the settings of a
     kernel by turns: some shapes compile a hundred times as long as others. Processes that take
@@ -189,7 +190,7 @@ def _compile_operators(task: dict[str, Any]) -> dict[str, Any]:
             alike = [inputs.sources[0].detach().requires_grad_() for _ in range(sources)]
             share = compiles_settings(index, count) if contender.tunes else contextlib.nullcontext()
             torch.compiler.reset()
-            mix = partial(contender.mix, heads=heads[0]) if heads else contender.mix
+            mix = partial(our_mix, heads=heads[0]) if heads else contender.mix
             with share:
                 accuracy.run_both(mix, alike, inputs.query, inputs.grad)
                 if not contender.tunes:

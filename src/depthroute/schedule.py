@@ -453,9 +453,10 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     starts, grouped, single = _cheapest_groups(config.group_size, schedule, is_asked)
     bounds = pairwise((*starts, schedule.num_sublayers))
     lengths = [stop - start for start, stop in bounds if schedule.num_finished(start) > 1]
+    if not lengths and is_asked:
+        raise ConfigError(_nothing_to_share(config.group_size, schedule))
     if not lengths:
-        why = "no group has two sources before it" if is_asked else "two phases would take longer"
-        return (), f"one pass: {why}"
+        return (), "one pass: two phases would take longer"
     sizes = f"{len(lengths)} group{'s' if len(lengths) > 1 else ''} of {min(lengths)}"
     sizes += f" to {max(lengths)}" if min(lengths) < max(lengths) else ""
     costs = f"as long as about {grouped:.0f} passes a sublayer, and one pass {single:.0f}"
@@ -467,6 +468,20 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     if grouped < TWO_PHASE_PAYS * single:
         return starts, f"two phases in {sizes}: {costs}"
     return (), f"one pass: two phases in {sizes} would take {costs}"
+
+
+def _nothing_to_share(group_size: int | None, schedule: Schedule) -> str:
+    possible = [i for i in range(schedule.num_sublayers) if schedule.num_finished(i) > 1]
+    if not possible:
+        return (
+            "routing.evaluation='two_phase' has nothing to read ahead: no sublayer has two "
+            "finished sources before it; use 'auto' or 'one_pass', or more layers or blocks"
+        )
+    return (
+        f"routing.group_size={group_size} leaves nothing to read ahead: groups begin at its "
+        f"multiples, and two finished sources are there at sublayers {possible[0]} to "
+        f"{possible[-1]}; use a size with a multiple among those"
+    )
 
 
 TWO_PHASE_PAYS = 0.6
@@ -514,8 +529,9 @@ def _cheapest_groups(
         return phase_1_passes(grouped) + FIRST_PASSES + 4 * sum(newer)
 
     size = asked or (schedule.block_size if schedule.block_size > 1 else None)
-    if size is not None:
-        starts = tuple(range(0, count, size))
+    starts = tuple(range(0, count, size)) if size else ()
+    shares = any(schedule.num_finished(start) > 1 for start in starts)
+    if size and (asked or shares or not must_share):
         must_share = False
         total = sum(cost(*group) for group in pairwise((*starts, count)))
     else:

@@ -163,7 +163,9 @@ def test_several_heads_are_not_padded_as_one():
     assert backward(1152, 9, heads=4)[0] == layout.Tiles(4, 128, 3)
 
 
-@pytest.mark.parametrize(("width", "heads"), [(1024, 4), (1024, 8), (2048, 2), (2048, 8), (4096, 4)])
+@pytest.mark.parametrize(
+    ("width", "heads"), [(1024, 4), (1024, 8), (2048, 2), (2048, 8), (4096, 4)]
+)
 def test_one_tile_of_several_heads_is_read_as_four(width, heads):
     """No lane more, and still 16 bytes a thread."""
     tile = layout.forward_tiles(width, heads)

@@ -275,9 +275,32 @@ def test_two_phases_that_are_asked_for_share_something_wherever_anything_can_be_
         asked = plan(layers, method="attnres", evaluation="two_phase")
         assert asked.groups and asked.places[asked.groups[0]].opens_group is not None
         assert plan(layers, method="attnres").groups == ()
-    nothing = plan(4, method="delta", evaluation="two_phase", group_size=8)
-    assert nothing.groups == () and nothing.reason == "one pass: no group has two sources before it"
     assert plan(2, method="delta").reason == "one pass: two phases would take longer"
+
+
+def test_two_phases_that_could_share_nothing_are_refused():
+    with pytest.raises(ConfigError, match=r"group_size=8 leaves.*sublayers 1 to 7; use a size"):
+        plan(4, method="delta", evaluation="two_phase", group_size=8)
+    with pytest.raises(ConfigError, match=r"nothing to read ahead.*use 'auto' or 'one_pass'"):
+        plan(1, method="attnres", block_size=2, evaluation="two_phase")
+
+
+def test_groups_that_do_not_begin_with_blocks_are_found_where_those_share_nothing():
+    """The released sources of two blocks: at no block's start are two of them finished."""
+    released = {"method": "delta", "num_blocks": 2, "sources": "reference"}
+    groups = plan(4, **released, evaluation="two_phase").groups
+    assert groups and plan(4, **released).groups == ()
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_a_group_size_is_taken_where_a_multiple_of_it_can_share(size):
+    shared = {"method": "attnres", "block_size": 5, "evaluation": "two_phase", "group_size": size}
+    starts = [start for start in range(0, 12, size) if start >= 5]
+    if starts:
+        assert [*plan(6, **shared).groups] == starts
+    else:
+        with pytest.raises(ConfigError, match=r"sublayers 5 to 11"):
+            plan(6, **shared)
 
 
 def test_a_plan_that_is_cut_names_the_groups_that_it_has():
