@@ -53,9 +53,12 @@ def assert_same_loss(model, chunk, rel=1e-5):
     expected, expected_grads = loss_and_gradients(model, 0)
     assert_close(loss, expected, rtol=1e-6, atol=0.0)
     assert grads.keys() == expected_grads.keys()
+    largest = max(grad.norm() for grad in expected_grads.values())
     for name, grad in expected_grads.items():
         assert grads[name].dtype == grad.dtype
-        assert (grads[name] - grad).norm() <= rel * grad.norm() + 1e-9, name
+        # a gate's gradient is a sum that cancels: its rounding is that of what is summed
+        scale = max(grad.norm(), 1e-2 * largest)
+        assert (grads[name] - grad).norm() <= rel * scale, name
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

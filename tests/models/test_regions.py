@@ -79,7 +79,8 @@ AT_TWO_DEPTHS = ("delta block", "roles block")
 def test_the_number_of_graphs_does_not_depend_on_depth(name, layers):
     model = routed_model(name, layers=layers).train()
     expected, counter = step(model), compiled(model, "eager")
-    check_same(step(model), expected, 1e-5 if name == "mhc" else 2e-6)  # eager has its own sums
+    bound = 5e-5 if name == "mhc" else 2e-6  # eager has its own sums, and its factors' cancel
+    check_same(step(model), expected, bound)
     assert counter.frame_count == GRAPHS[name] + 1
 
 

@@ -78,8 +78,9 @@ def routed_family(architecture: Architecture) -> Family:
 def _model_class(base: Any, mixin: Any, architecture: Architecture, config: Any) -> Any:
     cls = routed_class(base, mixin)
     cls.architecture, cls.config_class = architecture, config
-    # transformers notes what it can record when it builds a model, and adopted ones are not built
-    _CAN_RECORD_REGISTRY[str(cls)] = base._can_record_outputs
+    # transformers notes what it can record when it builds a model, and adopted ones are not built;
+    # from 5.23 on its table is indexed by models, of which there is none yet
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), base._can_record_outputs)
     return cls
 
 

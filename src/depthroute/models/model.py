@@ -361,6 +361,14 @@ def compile_regions(model: nn.Module, backend: Any = "inductor", **options: Any)
         call_through(getattr(decoder, spec.final_norm), partial(regions.call, NORM))
 
 
+def recompute_layers(model: Any, *, use_reentrant: bool = False) -> None:
+    """Keep only what each layer is given, and run it again in backward."""
+    name = "activation_checkpointing_enable"
+    if not hasattr(model, name):  # before transformers 5.23, which warns of the old name
+        name = "gradient_checkpointing_enable"
+    getattr(model, name)({"use_reentrant": use_reentrant})
+
+
 def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:
     """The plan of a Hugging Face configuration whose ``num_hidden_layers`` counts every visit."""
     spec = architecture_for(config)

@@ -17,6 +17,7 @@ import torch
 
 from depthroute.checks import check_number
 from depthroute.errors import ConfigError
+from depthroute.models.model import recompute_layers
 from depthroute.parallel import timeline, tracing
 from depthroute.parallel.layout import Hop, PipelineLayout, aligned
 from depthroute.parallel.mesh import MeshLayout
@@ -194,7 +195,7 @@ def forecast(
     if precision == "bf16":
         model.to(torch.bfloat16)
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(model)
     traces = tracing.traced(model.train(), layout, rows, length, mesh.tp)
     sizes = {name: size for trace in traces for name, size in trace.sizes.items()}
     orders = timeline.orders(layout)

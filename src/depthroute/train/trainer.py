@@ -18,7 +18,7 @@ from torch import Tensor
 
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError, DepthrouteError
-from depthroute.models.model import RoutedCausalLM, compile_regions
+from depthroute.models.model import RoutedCausalLM, compile_regions, recompute_layers
 from depthroute.models.stand_ins import without_sublayers
 from depthroute.ops import compile_ahead, compile_options
 from depthroute.parallel.spread import Spread
@@ -101,7 +101,7 @@ class Trainer:
         self.parts = parts_of(model)
         for part in self.parts:
             if settings.gradient_checkpointing:
-                part.gradient_checkpointing_enable({"use_reentrant": False})
+                recompute_layers(part)
             if settings.precision == "bf16":
                 # autocast leaves embeddings fp32, and with them every source of the stream
                 part.get_input_embeddings().register_forward_hook(_in_bf16)
