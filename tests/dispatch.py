@@ -29,3 +29,13 @@ class Products(TorchDispatchMode):
             torch.ops.aten.addmm_,
         )
         return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))

@@ -195,17 +195,18 @@ def test_a_model_that_fills_the_device_is_measured_alone_with_layers_recomputed(
     made, enable = [], step.trainer.Trainer.__init__
 
     def init(self, model, settings, *rest, **options):
-        made.append((settings.gradient_checkpointing, settings.compile))
+        made.append((settings.gradient_checkpointing, settings.compile, settings.optimizer))
         enable(self, model, settings, *rest, **options)
 
     monkeypatch.setattr(step.trainer.Trainer, "__init__", init)
     out = tmp_path / "step.json"
     arguments = ["bench", "step", *SHORT, "--methods", "standard,delta", "--dtype", "bfloat16"]
     arguments += ["--gradient-checkpointing", "--alone", "2", "--out", str(out)]
+    arguments += ["--optimizer", "muon"]
     status, _, err = depthroute(*arguments)
     assert status == 0, err
     saved = json.loads(out.read_text())
-    assert made == [(True, None)] * 4 and saved["rounds"] == 2
+    assert made == [(True, None, "muon")] * 4 and saved["rounds"] == 2
     assert saved["settings"]["gradient_checkpointing"] is True
     assert [(r["method"], r["round"]) for r in saved["by_round"]] == [
         ("delta", 1), ("standard", 1), ("standard", 2), ("delta", 2)
@@ -321,6 +322,7 @@ def test_mistakes_are_one_line(depthroute):
         (["--methods", "standard,delt"], "did you mean 'delta'"),
         (["--sequence-length", "4096"], "above the 1024 positions"),
         (["--dtype", "fp8"], "unknown --dtype 'fp8'"),
+        (["--optimizer", "sgd"], "unknown --optimizer 'sgd'; known: adamw, muon"),
         (["--preset", "tinny"], "did you mean 'tiny'"),
     ]:
         status, out, err = depthroute("bench", "step", *TINY, *arguments)

@@ -22,7 +22,7 @@ from depthroute.models.convert import revert
 from depthroute.ops.private.ahead import tally
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
-from depthroute.train.settings import TrainSettings
+from depthroute.train.settings import OPTIMIZERS, TrainSettings
 
 GATE_SOURCES = (2, 5, 9)
 WARMUP_STEPS = 3
@@ -46,6 +46,7 @@ class Settings:
     device: str = "cuda"
     dtype: str = "bfloat16"
     gradient_checkpointing: bool = False
+    optimizer: str = OPTIMIZERS[0]
     peak_tflops: float | None = None
     """Of the device at this dtype; None where it is not known."""
 
@@ -118,6 +119,7 @@ class StepRunner:
             compile_scope="whole" if is_whole else "regions",
             loss_chunk=0 if is_plain else None,
             gradient_checkpointing=settings.gradient_checkpointing,
+            optimizer=settings.optimizer,
         )
         self.trainer = (PlainTrainer if is_plain else trainer.Trainer)(self.model, training)
         self.ids = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)

@@ -159,6 +159,9 @@ class StepOptions:
         bool,
         typer.Option("--gradient-checkpointing", help="Recompute layers in backward, for memory."),
     ] = False
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, or muon for the matrices of the layers.")
+    ] = "adamw"
     alone: Annotated[
         int | None,
         typer.Option(
@@ -196,6 +199,7 @@ class ModelOptions:
     def settings(self, command: str, options: StepOptions) -> Any:
         from depthroute import presets
         from depthroute.bench import flops, step, timing
+        from depthroute.train.settings import OPTIMIZERS
 
         where = timing.device_of(self.device, command, cpu=True)
         shape = presets.get(self.preset)
@@ -210,6 +214,8 @@ class ModelOptions:
         dtype = self.dtype or ("bfloat16" if where.type == "cuda" else "float32")
         if dtype not in ("float32", "bfloat16"):
             raise unknown("--dtype", dtype, ["float32", "bfloat16"])
+        if options.optimizer not in OPTIMIZERS:
+            raise unknown("--optimizer", options.optimizer, OPTIMIZERS)
         tokens = min(TOKENS_PER_STEP, shape.recipe.tokens_per_step or TOKENS_PER_STEP)
         return step.Settings(
             preset=self.preset,
@@ -219,6 +225,7 @@ class ModelOptions:
             vocab_size=self.vocab_size,
             eager=options.eager,
             gradient_checkpointing=options.gradient_checkpointing,
+            optimizer=options.optimizer,
             whole=options.whole,
             device=str(where),
             dtype=dtype,

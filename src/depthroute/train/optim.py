@@ -12,6 +12,7 @@ from depthroute.errors import ConfigError
 from depthroute.models.architecture import decoder_layers
 from depthroute.models.convert import parameter_groups
 from depthroute.parallel.wrap import parts_of
+from depthroute.train.muon import Muon
 from depthroute.train.settings import TrainSettings
 
 Group = dict[str, Any]
@@ -52,7 +53,7 @@ class MuonAndAdamW:
     number of the rate: it is never part of a compiled or captured graph.
     """
 
-    def __init__(self, adamw: torch.optim.AdamW, muon: torch.optim.Muon) -> None:
+    def __init__(self, adamw: torch.optim.AdamW, muon: Muon) -> None:
         self.parts = (adamw, muon)
         self.state = muon.state = adamw.state
         self.param_groups = [*adamw.param_groups, *muon.param_groups]
@@ -86,8 +87,7 @@ def build_optimizer(model: Any, settings: TrainSettings) -> torch.optim.AdamW | 
     adamw = torch.optim.AdamW(rest, lr=settings.lr, betas=settings.betas, fused=is_fused)
     if matrices is None:
         return adamw
-    muon = torch.optim.Muon([matrices], lr=settings.lr, adjust_lr_fn="match_rms_adamw")
-    return MuonAndAdamW(adamw, muon)
+    return MuonAndAdamW(adamw, Muon([matrices], settings.lr))
 
 
 def _by_mesh(group: Group) -> list[Group]:
