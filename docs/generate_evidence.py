@@ -6,6 +6,7 @@ Run `python -m bench evidence RUN --out bench/results/evidence_NAME.json` before
 from __future__ import annotations
 
 import results_evidence as evidence
+import results_ladder as ladder
 from generate_results import rendered
 from results_data import ROOT
 
@@ -14,12 +15,13 @@ PICTURES = ROOT / "docs" / "images"
 
 
 def pictures() -> dict[str, str]:
-    """SVG texts by file name, of all grids that were run."""
-    return {
+    """SVG texts by file name, of all grids that were run and of the ladder that they are."""
+    of_grids = {
         file: svg
         for grid in evidence.plan()["grid"]
         for file, (_, svg) in evidence.pictures(grid).items()
     }
+    return of_grids | ladder.pictures()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import results_evidence as evidence
+import results_ladder
 import results_models as models
 import results_speed as speed
 from results_data import METHODS, ROOT, as_run_today, load, spread, table, where
@@ -138,6 +139,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "evidence": evidence.in_short,
     "claims": evidence.claims,
     "grids": evidence.grids,
+    "ladder": results_ladder.section,
     "measured": measured,
     "limits": speed.limits,
 }

@@ -65,10 +65,11 @@ class Field:
     def size(self) -> str:
         summary, epochs = self.run["summary"], self.run["epochs"]
         size, base = self.run["parameters"], self.run["config"].get("base")
-        parts = [] if size is None else [f"{_count(size)} parameters without embeddings"]
+        parts = [] if size is None else [f"{short(size)} parameters without embeddings"]
         parts += [] if base is None else [f"{base} fine-tuned"]
+        parts += ["Muon"] if self.run["config"]["train"].get("optimizer") == "muon" else []
         many = "" if epochs is None else f" ({epochs:.2g} epochs)"
-        parts.append(f"{_count(summary['tokens'])} tokens{many}")
+        parts.append(f"{short(summary['tokens'])} tokens{many}")
         return ", ".join(parts)
 
 
@@ -253,9 +254,9 @@ def difference(field: Field, first: str, second: str, measure: str = "loss") -> 
     return over_seeds({int(s): v - theirs[s] for s, v in ours.items() if s in theirs})
 
 
-def worth(field: Field, method: str, *, by_time: bool) -> Any:
+def worth(field: Field, method: str, *, by_time: bool, law: dict[str, Any] | None = None) -> Any:
     """Statistics of the speed-up over seeds, taken of its logarithm; None where no law is known."""
-    law, speed = _law(field), field.series[method]["row"]["relative_speed"]
+    law, speed = law or law_of(field), field.series[method]["row"]["relative_speed"]
     if law is None or (by_time and speed is None):
         return None
     ours, standard = (_loss(field.series[m]) for m in (method, BASELINE))
@@ -376,7 +377,7 @@ def in_short() -> str:
         text += f"standard: better by 95% intervals are {said['better'] or 'none'}; "
         text += f"worse {said['worse']}; " if said["worse"] else ""
         text += f"not told apart from it are {said['open'] or 'none'}."
-        parts.append(_wrapped(text))
+        parts.append(wrapped(text))
     return "\n".join(parts)
 
 
@@ -465,16 +466,16 @@ def _field_table(field: Field) -> str:
     ]
     if not field.run["summary"]["is_complete"]:
         notes.append("The grid is not finished.")
-    notes += [] if _is_finetuned(field) else [law_text(_law(field))]
-    after = f"\n{_wrapped(*notes)}" if notes else ""
-    return f"{_wrapped(f'{field.words}.')}\n{table(head, rows)}{after}"
+    notes += [] if _is_finetuned(field) else [law_text(law_of(field))]
+    after = f"\n{wrapped(*notes)}" if notes else ""
+    return f"{wrapped(f'{field.words}.')}\n{table(head, rows)}{after}"
 
 
 def _is_finetuned(field: Field) -> bool:
     return "base" in field.run["config"]
 
 
-def _law(field: Field) -> dict[str, Any] | None:
+def law_of(field: Field) -> dict[str, Any] | None:
     """How loss falls with training from scratch says nothing of a model that was trained before."""
     return None if _is_finetuned(field) else field.run["summary"]["law"]
 
@@ -543,25 +544,28 @@ def pictures(grid: str) -> dict[str, tuple[str, str]]:
     about = plan()["grid"][grid]
     if not data_files(about["data"]):
         return {}
-    page = '</title><rect width="100%" height="100%" fill="#ffffff"/>'
     return {
-        f"{about['data']}_{figure.name}.svg": (
-            f"{figure.title}, grid {grid}",
-            figure.svg.replace("</title>", page, 1) + "\n",
-        )
+        f"{about['data']}_{figure.name}.svg": (f"{figure.title}, grid {grid}", on_white(figure.svg))
         for figure in figures(load(about["data"]))
         if figure.name in about["figures"]
     }
 
 
-def _count(number: float) -> str:
+def on_white(svg: str) -> str:
+    return (
+        svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#ffffff"/>', 1)
+        + "\n"
+    )
+
+
+def short(number: float) -> str:
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return str(number)
 
 
-def _wrapped(*sentences: str) -> str:
+def wrapped(*sentences: str) -> str:
     lines = [""]
     for word in " ".join(sentences).split():
         if len(lines[-1]) + len(word) >= LINE_LENGTH:

@@ -72,7 +72,7 @@ def test_a_size_is_met_in_the_presets_proportions(preset, size):
 def test_parameters_are_counted_without_embedding_and_head():
     count = climbing.num_parameters(presets.with_model(SMALL, {"vocab_size": 1000}))
     assert count == climbing.num_parameters(SMALL)
-    assert climbing.num_flops(SMALL, count, 10) == 60 * (count + 256 * 16)
+    assert climbing.num_flops(SMALL.model, count, 10) == 60 * (count + 256 * 16)
 
 
 @pytest.mark.parametrize(

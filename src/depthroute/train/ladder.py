@@ -98,10 +98,10 @@ def shape_of(size: float, preset: Preset, shape: dict[str, Any]) -> dict[str, An
     return settings(depth, groups)
 
 
-def num_flops(preset: Preset, parameters: int, tokens: int) -> float:
+def num_flops(model: dict[str, Any], parameters: int, tokens: int) -> float:
     """6 a parameter and token, the head included; attention's quadratic part is left out, and so
     is the routing, which the speed charges."""
-    head = preset.model["vocab_size"] * preset.model["hidden_size"]
+    head = model["vocab_size"] * model["hidden_size"]
     return 6.0 * (parameters + head) * tokens
 
 
@@ -143,7 +143,7 @@ def _config(
     for rung in rungs:
         comparison = sweeps[rung.name].comparison
         tokens = comparison.settings.steps * comparison.settings.tokens_per_step
-        flops = num_flops(comparison.preset, rung.parameters, tokens)
+        flops = num_flops(comparison.preset.model, rung.parameters, tokens)
         shape = {"name": rung.name, "model": rung.shape, "parameters": rung.parameters}
         about.append(shape | {"tokens": tokens, "flops": flops})
     return {"kind": layout.KIND, "tokens_per_parameter": tokens_per_parameter, "rungs": about}
