@@ -211,6 +211,45 @@ def test_answers_given_elsewhere_score_as_the_harness_scores_the_model(
         questions.score(model, tokenizer, others, file, task_data)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_many_items_cost_no_more_than_reading_them(harness, folder, tmp_path, monkeypatch):
+    """Templates are read once, a question's text once for its answers; the harness is left as it
+    was, and what it says of a perplexity's error is known from the items."""
+    from jinja2 import Environment
+    from lm_eval.utils import env
+
+    number, draw = 200, np.random.default_rng(0)
+    for name, item in (("piqa.validation", "goal"), ("lambada_openai.test", "text")):
+        lines = [
+            json.dumps(ITEMS[name] | {item: f"{n} {ITEMS[name][item]}"}) for n in range(number)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    values = [-float(value) for value in draw.exponential(size=3 * number)]
+    compiled, encoded, tokenizer = [], [], byte_tokenizer()
+    compiles, encodes = Environment.compile, tokenizer.encode
+    monkeypatch.setattr(
+        Environment, "compile", lambda *a, **k: (compiled.append(a[1]), compiles(*a, **k))[1]
+    )
+    monkeypatch.setattr(
+        tokenizer, "encode", lambda text, **k: (encoded.append(text), encodes(text, **k))[1]
+    )
+    scores = run_tasks(
+        dr.from_pretrained(folder),
+        tokenizer,
+        ("piqa", "lambada_openai"),
+        data=tmp_path,
+        answer=lambda rows: [(values.pop(), True) for _ in rows],
+    )
+    assert 0 < len(compiled) < 20
+    assert len(encoded) == len(set(encoded)) == 3 * number + 2 * number  # whole, and questions
+    assert env.from_string("{{1}}") is not env.from_string("{{1}}")
+    (found,) = (s for s in scores if s.metric == "perplexity")
+    asked = [-float(v) for v in np.random.default_rng(0).exponential(size=3 * number)]
+    mean, error = np.mean(asked[:number]), np.std(asked[:number]) / math.sqrt(number)
+    assert found.value == pytest.approx(math.exp(-mean))
+    assert found.standard_error == pytest.approx(found.value * error, rel=0.1)
+
+
 def test_perplexity_of_a_file(depthroute, folder, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     arguments = ["eval", folder, "--perplexity", str(tmp_path / "text.txt"), "--window", "64"]

@@ -100,7 +100,7 @@ def test_a_family_has_a_graph_for_each_kind_of_sublayer(family):
     expected, counter = step(model), compiled(model, "eager")
     # transformers' own linear attention, compiled alone, rounds otherwise there
     rounds_otherwise = family == "qwen3_next" and torch.__version__.startswith("2.11")
-    check_same(step(model), expected, 5e-5 if rounds_otherwise else 2e-6)
+    check_same(step(model), expected, 2e-4 if rounds_otherwise else 2e-6)
     assert counter.frame_count == FAMILY_GRAPHS[family] + 1
 
 

@@ -135,6 +135,7 @@ def _scores(
     from depthroute.evaluate.tasks import run_tasks
 
     with progress("tasks") as advance:
+        advance(0, None, "reading the questions")
         scores = run_tasks(
             model,
             tokenizer,

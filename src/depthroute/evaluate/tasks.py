@@ -10,8 +10,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,11 @@ Answer = Callable[[list[tuple[list[int], int]]], list[tuple[float, bool]]]
 """Of rows of tokens, each with how many at its end are asked for: their log-likelihood, and whether
 the model would have said them itself."""
 _METRICS = ("acc", "acc_norm", "perplexity")
+DRAWS = 1000
+"""Of items with replacement, for the standard error of a perplexity: known to a fortieth. The
+harness's own hundred thousand take longer than a small model's answers."""
+RECENT = 64
+"""Texts whose tokens are kept: the answers to a question share it."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +169,10 @@ def evaluate(
     )
     # it asks git for the folder that it happens to run in, and a dozen programs for versions
     unasked = {"get_git_commit_hash": lambda: None, "add_env_info": lambda results: None}
-    # the harness prints; stdout is the caller's
-    with redirect_stdout(sys.stderr), _replaced(evaluator, unasked):
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(sys.stderr))  # it prints; stdout is the caller's
+        stack.enter_context(_replaced(evaluator, unasked))
+        stack.enter_context(_templates_read_once())
         results = lm_eval.simple_evaluate(
             model=_watched(progress, answer)(
                 pretrained=model,
@@ -171,6 +185,7 @@ def evaluate(
             limit=limit,
             task_manager=manager,
             log_samples=log_samples,
+            bootstrap_iters=DRAWS,
         )
     if results is None:
         raise DepthrouteError("lm-eval returned nothing; only the first process of a group scores")
@@ -184,6 +199,11 @@ def _watched(progress: Progress, answer: Answer | None) -> Any:
 
     class Watched(huggingface.HFLM):
         scored = 0
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            recent = lru_cache(RECENT)(self.tok_encode)
+            self.tok_encode = lambda *text, **options: [*recent(*text, **options)]
 
         def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **options: Any) -> Any:
             if answer is not None:
@@ -203,6 +223,14 @@ def _watched(progress: Progress, answer: Answer | None) -> Any:
             return result
 
     return Watched
+
+
+def _templates_read_once() -> AbstractContextManager[None]:
+    """The harness reads a question's template anew for every item."""
+    templates = getattr(importlib.import_module("lm_eval.utils"), "env", None)
+    if templates is None:
+        return nullcontext()
+    return _replaced(templates, {"from_string": lru_cache(None)(templates.from_string)})
 
 
 @contextmanager
