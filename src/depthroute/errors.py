@@ -15,6 +15,10 @@ class ConfigError(DepthrouteError):
     """A setting, or a combination of settings, that has no meaning."""
 
 
+class NothingToShare(ConfigError):
+    """Two phases were asked for where no first phase is of use."""
+
+
 class CheckpointError(DepthrouteError):
     """A checkpoint that is incomplete, foreign or not what its configuration says."""
 

@@ -7,11 +7,12 @@ Pure arithmetic on indices, done once for a model. Legend: ``i`` is the sublayer
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, NothingToShare
 from depthroute.methods import METHODS
 from depthroute.plan import FINAL, DepthRow, Place, Plan, Resolved
 
@@ -239,13 +240,17 @@ class Schedule(Resolved):
         is_early = self.block_size > 1 and count > 1 and 2 * block < count
         return is_early and self.num_sources(index) <= FEW_REMADE
 
+    def shares(self, group: range) -> bool:
+        """Whether its places have sources to read ahead for all of them."""
+        return self.num_finished(group.start) > 1 and any(map(self.chooses_at, group))
+
     def _grouped(self, starts: set[int]) -> list[range | None]:
         """For each place those that share phase 1 with it; none where there is nothing to share."""
         count = self.num_sublayers
         groups: list[range | None] = [None] * (count + 1)
         for start, stop in pairwise([*sorted(starts), count]):
             group = range(start, stop)
-            if self.num_finished(start) > 1 and any(map(self.chooses_at, group)):
+            if self.shares(group):
                 groups[start:stop] = [group] * len(group)
         return groups
 
@@ -451,10 +456,9 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
         return (), "one pass: asked for"
     is_asked = config.evaluation == "two_phase"
     starts, grouped, single = _cheapest_groups(config.group_size, schedule, is_asked)
-    bounds = pairwise((*starts, schedule.num_sublayers))
-    lengths = [stop - start for start, stop in bounds if schedule.num_finished(start) > 1]
+    lengths = [len(g) for g in _groups(starts, schedule) if schedule.shares(g)]
     if not lengths and is_asked:
-        raise ConfigError(_nothing_to_share(config.group_size, schedule))
+        raise NothingToShare(_nothing_to_share(config.group_size, schedule))
     if not lengths:
         return (), "one pass: two phases would take longer"
     sizes = f"{len(lengths)} group{'s' if len(lengths) > 1 else ''} of {min(lengths)}"
@@ -470,17 +474,26 @@ def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, .
     return (), f"one pass: two phases in {sizes} would take {costs}"
 
 
+def _groups(starts: Iterable[int], schedule: Schedule) -> Iterator[range]:
+    return (range(*bounds) for bounds in pairwise((*starts, schedule.num_sublayers)))
+
+
 def _nothing_to_share(group_size: int | None, schedule: Schedule) -> str:
-    possible = [i for i in range(schedule.num_sublayers) if schedule.num_finished(i) > 1]
-    if not possible:
+    count = schedule.num_sublayers
+    sizes = [
+        size
+        for size in range(1, count)
+        if any(map(schedule.shares, _groups(range(0, count, size), schedule)))
+    ]
+    if sizes:
         return (
-            "routing.evaluation='two_phase' has nothing to read ahead: no sublayer has two "
-            "finished sources before it; use 'auto' or 'one_pass', or more layers or blocks"
+            f"routing.group_size={group_size} leaves nothing to read ahead: no group of that size "
+            f"begins where two sources are finished; use another, such as {sizes[-1]}"
         )
+    both = "evaluation" if group_size is None else "evaluation and group_size"
     return (
-        f"routing.group_size={group_size} leaves nothing to read ahead: groups begin at its "
-        f"multiples, and two finished sources are there at sublayers {possible[0]} to "
-        f"{possible[-1]}; use a size with a multiple among those"
+        "routing.evaluation='two_phase' has nothing to read ahead: no sublayer that chooses has "
+        f"two finished sources before it; leave out {both}, or use more layers or blocks"
     )
 
 
@@ -519,18 +532,18 @@ def _cheapest_groups(
     count = schedule.num_sublayers
     reads = [len(schedule.reads(i)) for i in range(count)]
     single = [reads[i] * (4 * schedule.num_sources(i) + 4) for i in range(count)]
-    must_share = is_wanted and schedule.num_finished(count - 1) > 1
+    must_share = is_wanted and any(schedule.shares(range(i, count)) for i in range(count))
 
     def cost(start: int, stop: int) -> float:
         grouped = schedule.num_finished(start)
-        if grouped < 2:
+        if not schedule.shares(range(start, stop)):
             return math.inf if must_share and stop == count else sum(single[start:stop])
         newer = (reads[i] * (schedule.num_sources(i) - grouped + 2) for i in range(start, stop))
         return phase_1_passes(grouped) + FIRST_PASSES + 4 * sum(newer)
 
     size = asked or (schedule.block_size if schedule.block_size > 1 else None)
     starts = tuple(range(0, count, size)) if size else ()
-    shares = any(schedule.num_finished(start) > 1 for start in starts)
+    shares = any(map(schedule.shares, _groups(starts, schedule)))
     if size and (asked or shares or not must_share):
         must_share = False
         total = sum(cost(*group) for group in pairwise((*starts, count)))

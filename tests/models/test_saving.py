@@ -6,12 +6,14 @@ import pickle
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthroute as dr
+from depthroute.errors import ConfigError
 from tests.checkpoints import save
 from tests.support import METHODS, disturb_routing, plain_model, routed_model, tokens
 
@@ -57,6 +59,21 @@ def test_dtype_is_kept(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = dr.from_pretrained(tmp_path)
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_saved_with_two_phases_that_share_nothing_is_read_in_one_pass(tmp_path):
+    """They are refused where they are asked for, and were not always."""
+    plain = plain_model()
+    once = dr.RoutingConfig("delta", num_blocks=1)
+    dr.convert(plain, once).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["routing"] |= {"evaluation": "two_phase", "group_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    loaded = dr.from_pretrained(tmp_path)
+    assert loaded.plan.groups == ()
+    assert torch.equal(dr.revert(loaded)(tokens()).logits, plain(tokens()).logits)
+    with pytest.raises(ConfigError, match="leave out evaluation and group_size"):
+        dr.convert(plain, replace(once, evaluation="two_phase", group_size=3))
 
 
 def test_the_configuration_says_what_ran_and_hides_from_plain_transformers(tmp_path):

@@ -157,6 +157,8 @@ def test_the_largest_preset_fits_one_device_in_bf16_and_two_of_it_do_not_fit_a_s
     standard = RoutingConfig("standard")
     needed = step.state_bytes(settings, standard)
     assert needed == pytest.approx(4 * 2 * 7.57e9, rel=0.01)
+    muon = step.Settings("delta-7.57b", device="cuda", optimizer="muon")
+    assert step.state_bytes(muon, standard) == pytest.approx(3 * 2 * 7.57e9, rel=0.05)
     room = [150e9]
     monkeypatch.setattr(step, "device_bytes", lambda device: room[0])
     assert step.rounds_for(settings, standard) == 0, "though activations decide in the end"

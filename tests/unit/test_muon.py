@@ -142,7 +142,7 @@ def test_a_step_takes_no_more_operations_in_a_deeper_model():
 def test_matrices_too_large_to_be_copied_together_are_taken_apart(monkeypatch):
     steps = []
     for most in (2**24, 600, 1):
-        monkeypatch.setattr(muon, "TOGETHER", most)
+        monkeypatch.setattr(muon, "TOGETHER_ON_CPU", most)
         model = with_gradients(build())
         build_optimizer(model, MUON).step()
         steps.append((count_operations(2), list(model.parameters())))
@@ -150,6 +150,18 @@ def test_matrices_too_large_to_be_copied_together_are_taken_apart(monkeypatch):
     assert few < more < most
     for parameters in (parts, alone):
         torch.testing.assert_close(parameters, whole, rtol=0.0, atol=2**-8 * MUON.lr)
+
+
+def test_a_step_takes_a_closure_and_matrices_without_numbers():
+    weights = [torch.ones(shape, requires_grad=True) for shape in ((4, 6), (0, 4))]
+    optimizer = muon.Muon([{"params": weights}], lr=0.1)
+
+    def closure():
+        loss = sum(weight.square().sum() for weight in weights)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 24.0 and weights[0].max() < 1.0
 
 
 def test_matrices_of_several_dtypes_are_updated_each_in_its_own():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import fields
 
 import pytest
 
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, NothingToShare
 from depthroute.plan import Resolved
 from depthroute.schedule import FIRST_PASSES, Schedule, cut, phase_1_passes
 
@@ -279,10 +280,39 @@ def test_two_phases_that_are_asked_for_share_something_wherever_anything_can_be_
 
 
 def test_two_phases_that_could_share_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"group_size=8 leaves.*sublayers 1 to 7; use a size"):
+    with pytest.raises(NothingToShare, match=r"group_size=8 leaves.*use another, such as 7"):
         plan(4, method="delta", evaluation="two_phase", group_size=8)
-    with pytest.raises(ConfigError, match=r"nothing to read ahead.*use 'auto' or 'one_pass'"):
+    with pytest.raises(NothingToShare, match=r"leave out evaluation, or use more layers"):
         plan(1, method="attnres", block_size=2, evaluation="two_phase")
+
+
+ROUTINGS = [
+    {"method": "delta", "num_blocks": 1},
+    {"method": "delta", "block_size": 3, "init": "gate"},
+    {"method": "delta", "block_size": 2, "sources": "reference"},
+    {"method": "attnres", "block_size": 5},
+    {"method": "attnres", "value_reads": True},
+    {"method": "delta"},
+]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_two_phases_that_are_asked_for_share_something_or_say_what_would(routing):
+    for layers, size in itertools.product((3, 4, 5, 8), (None, *range(1, 20))):
+        asked = routing | {"evaluation": "two_phase", "group_size": size}
+        try:
+            found = plan(layers, **asked)
+        except NothingToShare as error:
+            other = re.search(r"such as (\d+)$", str(error))
+            if other is None:
+                for name in re.search("leave out (.*), or", str(error))[1].split(" and "):
+                    asked.pop(name)
+                assert plan(layers, **asked).groups == ()
+                continue
+            assert size is not None
+            found = plan(layers, **asked | {"group_size": int(other[1])})
+        assert found.groups
+        assert all(found.places[start].opens_group is not None for start in found.groups)
 
 
 def test_groups_that_do_not_begin_with_blocks_are_found_where_those_share_nothing():
@@ -299,7 +329,7 @@ def test_a_group_size_is_taken_where_a_multiple_of_it_can_share(size):
     if starts:
         assert [*plan(6, **shared).groups] == starts
     else:
-        with pytest.raises(ConfigError, match=r"sublayers 5 to 11"):
+        with pytest.raises(NothingToShare, match=r"such as 11"):
             plan(6, **shared)
 
 

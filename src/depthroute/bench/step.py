@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from depthroute.models.convert import revert
 from depthroute.ops.private.ahead import tally
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
+from depthroute.train.optim import MuonAndAdamW, build_optimizer
 from depthroute.train.settings import OPTIMIZERS, TrainSettings
 
 GATE_SOURCES = (2, 5, 9)
@@ -223,10 +224,17 @@ def check_operators(record: Record, settings: Settings, width: int) -> bool:
 
 
 def state_bytes(settings: Settings, routing: RoutingConfig) -> int:
-    """What stays on the device whatever the batch: parameters, gradients and AdamW's two states,
-    which have the parameters' dtype."""
+    """What stays on the device whatever the batch: parameters, gradients and the optimiser's states
+    in the parameters' dtype, two of AdamW and one of Muon for its matrices."""
     model = build(replace(settings, device="meta"), routing)
-    return 4 * sum(p.numel() * p.element_size() for p in model.parameters())
+    optimizer = build_optimizer(model, TrainSettings(1, 1, 1, 1.0, optimizer=settings.optimizer))
+    of_muon = optimizer.parts[1].param_groups if isinstance(optimizer, MuonAndAdamW) else ()
+    matrices = [p for group in of_muon for p in group["params"]]
+    return 4 * _bytes(model.parameters()) - _bytes(matrices)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def device_bytes(device: torch.device) -> int | None:
@@ -245,9 +253,10 @@ def rounds_for(settings: Settings, routing: RoutingConfig) -> int:
     needed = state_bytes(settings, routing)
     if needed > room:
         raise ConfigError(
-            f"{settings.preset} needs {needed / 1e9:.1f} GB for parameters, gradients and AdamW's "
-            f"states in {settings.dtype}, before any activation, and {settings.device} has "
-            f"{room / 1e9:.1f} GB; give fewer --layers{_or_narrower(settings.dtype)}"
+            f"{settings.preset} needs {needed / 1e9:.1f} GB for parameters, gradients and the "
+            f"states of {settings.optimizer} in {settings.dtype}, before any activation, and "
+            f"{settings.device} has {room / 1e9:.1f} GB; give fewer --layers"
+            f"{_or_narrower(settings.dtype)}"
         )
     beside = needed * 3 // 4  # between its steps a model has no gradients
     return ROUNDS if needed + beside > room else 0

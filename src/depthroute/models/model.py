@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +17,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from depthroute import ops
 from depthroute.config import RoutingConfig
-from depthroute.errors import ConfigError, DepthrouteError
+from depthroute.errors import ConfigError, DepthrouteError, NothingToShare
 from depthroute.models import attention, depth_attention, saving, sharing
 from depthroute.models.adoption import adopted, plain_class
 from depthroute.models.architecture import Architecture, architecture_for
@@ -46,7 +47,7 @@ class RoutedModel(_Base):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._route(plan_for(config, config.routing_config()))
+        self._route(stored_plan(config))
         self.post_init()
 
     @classmethod
@@ -55,7 +56,7 @@ class RoutedModel(_Base):
         in place of its own."""
         routed = adopted(cls, model)
         _set_config(routed, config)
-        routed._route(plan_for(config, config.routing_config()))
+        routed._route(stored_plan(config))
         return routed
 
     def _route(self, plan: Plan) -> None:
@@ -379,6 +380,16 @@ def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -
         converting=converting,
         sublayers=spec.sublayers(config),
     )
+
+
+def stored_plan(config: Any) -> Plan:
+    """That of a model's own configuration. Two phases that could share nothing are refused where
+    they are asked for; models that were saved with them have always read in one."""
+    routing = config.routing_config()
+    try:
+        return plan_for(config, routing)
+    except NothingToShare:
+        return plan_for(config, replace(routing, evaluation="one_pass", group_size=None))
 
 
 def _set_config(model: Any, config: Any) -> None:

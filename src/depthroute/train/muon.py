@@ -8,18 +8,21 @@ Here matrices of one shape are orthogonalised together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 AS_ADAMW = 0.2
 """Root mean square of an update over its rate: what AdamW's are measured to be in training, and
 torch's ``match_rms_adamw``."""
 TOGETHER = 2**24
 """Numbers, at most, in matrices that are taken together. Products of larger ones take longer than
-their launches, and what is taken together is copied."""
+their launches, and what is taken together is copied: 200 MB at most."""
+TOGETHER_ON_CPU = 2**21
+"""Where nothing waits for launches, and what is copied is better in the caches."""
 
 _lists: Any = torch
 """Of its operations on lists of tensors, which are documented and not in its stubs."""
@@ -32,10 +35,15 @@ class Muon(torch.optim.Muon):
         super().__init__(groups, lr=lr, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
-    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for matrices in _alike([p for p in group["params"] if p.grad is not None]):
                 self._update(matrices, group)
+        return loss
 
     def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
         gradients = [p.grad for p in matrices if p.grad is not None]
@@ -45,8 +53,11 @@ class Muon(torch.optim.Muon):
         averages = [self.state[p]["momentum_buffer"] for p in matrices]
         _lists._foreach_lerp_(averages, gradients, 1 - group["momentum"])
         ahead = _lists._foreach_lerp(gradients, averages, group["momentum"])
+        together = ahead[0].new_empty((len(ahead), *ahead[0].shape), dtype=torch.bfloat16)
+        _lists._foreach_copy_(list(together.unbind()), ahead)
+        del ahead
         updates = orthogonalised(
-            torch.stack(ahead), group["ns_coefficients"], group["ns_steps"], group["eps"]
+            together, group["ns_coefficients"], group["ns_steps"], group["eps"]
         )
         # laid out as the matrices, or torch adds them one by one
         updates = updates.to(matrices[0].dtype, memory_format=torch.contiguous_format)
@@ -72,11 +83,13 @@ def orthogonalised(
 
 
 def _alike(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """By shape, and no more of one than are taken together."""
+    """By shape and place, and no more of one than are taken together."""
     kinds: dict[Any, list[Tensor]] = {}
     for matrix in matrices:
-        kinds.setdefault((matrix.shape, matrix.device), []).append(matrix)
+        mesh = matrix.device_mesh if isinstance(matrix, DTensor) else None
+        kinds.setdefault((matrix.shape, matrix.device, mesh), []).append(matrix)
     for kind in kinds.values():
-        most = max(1, TOGETHER // kind[0].numel())
+        numbers = TOGETHER_ON_CPU if kind[0].device.type == "cpu" else TOGETHER
+        most = max(1, numbers // max(1, kind[0].numel()))
         for start in range(0, len(kind), most):
             yield kind[start : start + most]
