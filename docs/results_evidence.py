@@ -7,6 +7,7 @@ that it names are made by `python -m bench evidence`.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import tomllib
 from collections.abc import Callable, Sequence
@@ -399,8 +400,19 @@ def _grid(name: str) -> str:
     parts = [head + _source(grid["data"])]
     for field in found:
         parts += [part for part in (_field_table(field), _depth(field), _tasks(field)) if part]
+    if missing := _missing(grid, found):
+        parts.append("Still to be run, for the methods that are not here:\n")
+        parts += _commands(missing)
     parts += [f"![{title}](images/{file})\n" for file, (title, _) in pictures(name).items()]
     return "\n".join(parts)
+
+
+def _missing(grid: dict[str, Any], found: list[Field]) -> list[str]:
+    """Commands of the plan with methods that no run has."""
+    known = {method for field in found for method in field.series}
+    named = [re.search(r"--methods (\S+)", command) for command in grid["commands"]]
+    pairs = zip(grid["commands"], named, strict=True)
+    return [command for command, names in pairs if names and {*names[1].split(",")} - known]
 
 
 def _commands(commands: Sequence[str]) -> list[str]:

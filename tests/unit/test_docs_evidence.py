@@ -169,6 +169,17 @@ def test_the_summary_tells_apart_what_the_intervals_do(results, tmp_path):
     assert text == "", "two seeds say nothing, of any method"
 
 
+def test_a_grid_names_what_is_still_to_be_run(results, tmp_path):
+    put(results, "c", write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2)))
+    (planned,) = evidence.plan()["grid"]["c"]["commands"]
+    assert "Still to be run" in evidence.grids() and "x0-skip" not in METHODS
+    (field,) = evidence.fields("c")
+    methods = re.search(r"--methods (\S+)", planned)[1].split(",")
+    whole = evidence.Field("c", field.run, dict.fromkeys(methods, field.series["delta"]))
+    grid = evidence.plan()["grid"]["c"]
+    assert evidence._missing(grid, [field]) == [planned] and not evidence._missing(grid, [whole])
+
+
 def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
     put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
     rows = [row for row in evidence.claims().splitlines() if "delta less standard" in row]
@@ -322,8 +333,8 @@ def test_growth_is_from_the_smallest_size_to_the_largest(results, tmp_path):
 def test_depth_is_judged_by_seed_and_by_its_last_third(results, tmp_path):
     run = write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2), layers=6)
     traces = json.loads((run / "traces.json").read_text())["traces"]
-    put(results, "d", run)
-    (field,) = evidence.fields("d")
+    put(results, "b", run)
+    (field,) = evidence.fields("b")
     mine = next(t for t in traces if t["method"] == "delta" and t["seed"] == 1)
     deep = [site["max_weight"] for site in mine["sites"] if site["layer"] >= 4]
     measure, _ = evidence.MEASURES["max weight"]
