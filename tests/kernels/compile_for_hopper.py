@@ -31,6 +31,7 @@ CASES = [
     MixCase(3, 3, 1000, heads=4, head_norm="slice", centered=True, dtype=torch.float16),
     MixCase(1, 1, 96, prior=True, dtype=torch.float32),
     MixCase(33, 3, 1024),
+    MixCase(33, 3, 1024, dtype=torch.float32),
     BoundaryCase(3, 3, 1024),
     BoundaryCase(4, 3, 7168, reads_last=False),
     BoundaryCase(7, 3, 5120, reads_last=False),
@@ -60,7 +61,7 @@ def backward_of_parts(parts: int, width: int) -> None:
     stats, weight = torch.zeros(3, 2 * 2 + 2), torch.zeros(width)
     torch.ops.depthroute.depth_mix_triton_backward.default(
         None, rows[4:], None, None, rows[2:4], rows[:2], weight, None, None, weight, None, None,
-        stats, 1, False, 1, 1.0, False, False, True, False, None,
+        stats, 1, False, 1, 1.0, False, False, False, True, False, None,
     )  # fmt: skip
 
 

@@ -364,7 +364,7 @@ def test_the_backward_op_passes_opcheck_for_schema_and_fake(shape, prior, kept):
     stats, (x, y, state, last) = torch.ops.depthroute.depth_mix_triton.default(
         given[:2], query, given[2], *before, weight, given[3], given[4], True, *options, True, False
     )
-    flags = (True, True, kept == "state", kept == "y", torch.float32)
+    flags = (True, True, False, kept == "state", kept == "y", torch.float32)
     torch.library.opcheck(
         torch.ops.depthroute.depth_mix_triton_backward.default,
         (

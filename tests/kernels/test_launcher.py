@@ -119,7 +119,7 @@ def rows(dtype, tokens=3, width=96, aligned=True):
 def boundary(
     count=2, tokens=3, width=96, heads=1, dtype=bf16, weight=fp32, norm=True, state=True,
     partial=True, output=True, reads_last=True, prior=None, offset=0, slice_norm=False,
-    carried=True, grad=True, grads_y=1, low=False, aligned=True, resident=True, grad_state=True,
+    carried=True, grad=True, grads_y=1, once=False, aligned=True, resident=True, grad_state=True,
     keeps_x=True, keeps_y=False,
 ):  # fmt: skip
     """Both directions of one boundary, as the ops are registered."""
@@ -136,7 +136,7 @@ def boundary(
     partial, reads_last = partial and output, reads_last and output
     stats, others = ns.depth_mix_triton.default(
         sources, query, row(state), before, before_lse, norm_weight, pushed, row(partial),
-        reads_last, 1e-6, heads, slice_norm, offset, 0.5, 1e-6, dtype, low, keeps_x, keeps_y,
+        reads_last, 1e-6, heads, slice_norm, offset, 0.5, 1e-6, dtype, once, keeps_x, keeps_y,
     )  # fmt: skip
     kept = others[0] if keeps_x or keeps_y else row(state)
     grads_y = [rows(dtype, tokens, width, aligned) for _ in range(grads_y if norm else 0)]
@@ -144,11 +144,12 @@ def boundary(
     read = [*sources, rows(dtype, tokens, width, aligned)] if reads_last else sources
     others = [rows(dtype, tokens, width, aligned) for _ in read] if carried else []
     writes = state and (output or grad_y)
+    low = rows(torch.int16, tokens, width) if once and dtype != fp32 else None
     ns.depth_mix_triton_backward.default(
         row(grad or not grad_y), grads_y, row(grad_state and state), None, others, read, query,
-        before, before_lse, norm_weight if grad_y else None, kept if norm or low else None,
-        torch.zeros(tokens, width, dtype=torch.int16) if low else None, stats, heads, slice_norm,
-        offset, 0.5, reads_last, writes and output and reads_last,
+        before, before_lse, norm_weight if grad_y else None, kept if norm or once else None,
+        low, stats, heads, slice_norm,
+        offset, 0.5, reads_last, writes and output and reads_last, once,
         grad_y and not keeps_x and not keeps_y, keeps_y, dtype if writes else None,
     )  # fmt: skip
 
@@ -166,7 +167,7 @@ BOUNDARIES = [
     *({"keeps_x": False, "state": state} for state in (False, True)),
     {"keeps_x": False, "prior": bf16},
     *({"keeps_x": False, "keeps_y": True, "grad": False, "count": n} for n in (2, 3)),
-    *({name: True} for name in ("slice_norm", "low")),
+    *({name: True} for name in ("slice_norm", "once")),
     {"offset": -1},
     {"offset": 1},
     *(
@@ -180,7 +181,8 @@ BOUNDARIES = [
     {"grads_y": 2, "aligned": False},
     {"grads_y": 3, "count": 18},
     *({"count": 18, name: False} for name in ("norm", "state", "carried", "grad", "aligned")),
-    {"count": 18, "state": False, "low": True},
+    {"count": 18, "state": False, "once": True},
+    {"count": 18, "state": False, "once": True, "dtype": fp32},
     {"count": 18, "weight": bf16},
     {"count": 18, "dtype": fp32},
     {"count": 0, "prior": bf16, "output": False, "state": False},

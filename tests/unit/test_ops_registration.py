@@ -80,7 +80,7 @@ def test_the_backward_ops_pass_opcheck_for_schema_and_fake():
                 given.prior_lse,
             ),
             *(None, None, None, stats, given.heads, given.slice_norm, given.offset, given.scale),
-            *(False, False, False, False, None),
+            *(False, False, False, False, False, None),
         )
         op = torch.ops.depthroute.depth_mix_backward.default
         opcheck(op, tuple(back), test_utils=utilities)

@@ -44,8 +44,8 @@ class Mix(NamedTuple):
     norm_eps: float
     dtype: torch.dtype
     """Of x."""
-    keeps_low: bool = False
-    """Whether the bits of x that ``dtype`` has no room for are a result too."""
+    sweeps_once: bool = False
+    """Whether backward takes delta from x, so that it reads streamed sources once."""
     keeps_x: bool = True
     keeps_y: bool = False
     """Whether backward takes the norm's input from y. No gain may hide it there, so that one nearer
@@ -63,9 +63,8 @@ class Mix(NamedTuple):
         from y, which the sublayer keeps anyway, or mixes again where that needs no state; neither
         costs traffic. fp16 has not the exponents for what a small gain leaves of x in y.
 
-        Where they are streamed, delta is taken from x, to more bits than x is stored in: not where
-        x is more than the mix (a residual, or weights with an offset), nor in fp32, which is exact
-        enough as it is, and rare enough to be swept twice.
+        Where they are streamed, delta is taken from x, to the bits of fp32: not where x is more
+        than the mix (a residual, or weights with an offset).
         """
         count, width, dtype = self.num_read, self.query.shape[0], self.dtype
         rows = *self.sources, self.output, self.partial, self.residual, self.prior
@@ -73,11 +72,11 @@ class Mix(NamedTuple):
         keeps_x = keeps_x or any(row is not None and row.dtype != dtype for row in rows)
         keeps_x = keeps_x or not fits(count, width, dtype.itemsize)
         keeps_y = not keeps_x and self.residual is not None and dtype != torch.float16
-        keeps_low = needs_grad and count > 0 and self.residual is None and not self.offset
-        if keeps_low:
+        once = needs_grad and count > 0 and self.residual is None and not self.offset
+        if once:
             itemsize = (self.sources[0] if self.sources else self.example).element_size()
-            keeps_low = itemsize != 4 and not fits(count, width, itemsize)
-        return Mix._make((*self[:16], keeps_low, keeps_x, needs_grad and keeps_y))
+            once = not fits(count, width, itemsize)
+        return Mix._make((*self[:16], once, keeps_x, needs_grad and keeps_y))
 
     def dtypes(self) -> tuple[Any, ...]:
         """With dtypes in place of tensors and without fractions: what kernels are chosen by."""
@@ -107,6 +106,11 @@ class Mix(NamedTuple):
     def stats_width(self) -> int:
         """Numbers that the Triton backward does: also H log-sum-exps and a norm's 1/rms."""
         return self.num_scores + self.heads + (self.norm_weight is not None)
+
+    @property
+    def keeps_low(self) -> bool:
+        """Whether the bits of x that ``dtype`` has no room for are a result too."""
+        return self.sweeps_once and self.dtype.itemsize < 4
 
     @property
     def results(self) -> tuple[bool, ...]:
@@ -158,8 +162,9 @@ class MixBackward(NamedTuple):
     prior_lse: Tensor | None
     norm_weight: Tensor | None
     x: Tensor | None
-    """Needed by a norm, and with ``low`` where delta is taken from it. In its place, if ``from_y``,
-    y; where a backward mixes again, the state that the mix is added to, if there is one."""
+    """Needed by a norm, and where delta is taken from it, with ``low`` if it has any. In its place,
+    if ``from_y``, y; where a backward mixes again, the state that the mix is added to, if there is
+    one."""
     low: Tensor | None
     stats: Tensor
     heads: int
@@ -169,6 +174,7 @@ class MixBackward(NamedTuple):
     reads_last: bool
     writes_output: bool
     """Whether the output's gradient is another than the state's or the last source's."""
+    sweeps_once: bool
     mixes_again: bool
     from_y: bool
     state_dtype: torch.dtype | None

@@ -165,7 +165,7 @@ class DepthMix(torch.autograd.Function):
         mix = _folded(Mix(sources, query, *tensors, *settings), key_weight)
         made = _call(backend, mix)
         ctx.mixes_again = made.y is not None and made.x is None and not mix.keeps_y
-        x = made.x if made.low is not None or made.y is not None else None
+        x = made.x if mix.sweeps_once or made.y is not None else None
         if mix.keeps_y:
             x = made.y
         elif ctx.mixes_again:
@@ -178,7 +178,7 @@ class DepthMix(torch.autograd.Function):
         ctx.backend, ctx.num_sources, ctx.hands_on = backend, len(sources), wants.hands_on
         ctx.settings = mix.heads, mix.slice_norm, mix.offset, mix.scale, mix.reads_last
         ctx.pushes, ctx.has_partial = mix.output is not None, mix.partial is not None
-        ctx.from_y, residual = mix.keeps_y, mix.residual
+        ctx.from_y, ctx.sweeps_once, residual = mix.keeps_y, mix.sweeps_once, mix.residual
         ctx.state_dtype = None if residual is None else residual.dtype
         handed = [s.view_as(s) for s in sources] if wants.hands_on else []
         return *_wanted(mix, made, wants), *handed
@@ -211,7 +211,7 @@ def _recorded(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> MixBackwa
         *(grad, [grad_y] if has_norm else [], grad_state if writes_state else None, grad_last),
         *(gathered(carried, sources), sources, query, prior, prior_lse),
         *(norm_weight if has_norm else None, x, low, stats),
-        *(heads, slice_norm, offset, scale, reads_last, writes_output),
+        *(heads, slice_norm, offset, scale, reads_last, writes_output, ctx.sweeps_once),
         *(ctx.mixes_again and has_norm, ctx.from_y, ctx.state_dtype if writes_state else None),
     )
 

@@ -187,7 +187,7 @@ def forward_launch(block: Tiles, num_sources: int, itemsize: int) -> Launch:
 
 
 def backward_launch(
-    block: Tiles, num_sources: int, itemsize: int, from_mix: bool, carried: bool
+    block: Tiles, num_sources: int, itemsize: int, once: bool, carried: bool
 ) -> Launch:
     """One sweep is pipelined; with two, what counts is that the second finds its rows in L2.
     Threads of 24 columns have 154 registers, of which an SM has room for 12 warps: 16 would be 12
@@ -197,9 +197,7 @@ def backward_launch(
     fits = block.count == 1 and block.columns >= 256 * warps and num_sources > 1
     at_once = 2 if fits else 1
     ahead = at_once * block.elements * itemsize * (1 + carried)
-    return Launch(
-        at_once, warps, stages_for(3, ahead) if from_mix else 1, max(2, num_warps // warps)
-    )
+    return Launch(at_once, warps, stages_for(3, ahead) if once else 1, max(2, num_warps // warps))
 
 
 HELD_ELEMENTS = 208

@@ -6,9 +6,10 @@ output). Saved: per token, source and head a logit, per token and source 1/rms, 
 the log-sum-exp.
 
 Backward needs delta = dx . mix before it can write any source's gradient. Where x is the mix, delta
-comes from x and one sweep is enough. x rounded to bf16 is not good enough for that (the error of
-delta, coherent over a row, exceeded the error budget), so forward also keeps the next 16 bits of x
-(low): S + 2 passes, and 2S + 3 in backward. Elsewhere the sources are swept twice.
+comes from x and one sweep is enough (ONCE). x rounded to bf16 is not good enough for that: the
+error of delta, coherent over a row, exceeded the error budget. So forward also keeps the next 16
+bits of x (low): S + 2 passes, and 2S + 3 in backward. x in fp32 has them itself. Elsewhere the
+sources are swept twice.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ def mix_backward_kernel(
     DTYPE: tl.constexpr,
     OFFSET: tl.constexpr,
     NORMS: tl.constexpr,
+    ONCE: tl.constexpr,
     BS: tl.constexpr,
     HB: tl.constexpr,
     BC: tl.constexpr,
@@ -167,9 +169,12 @@ def mix_backward_kernel(
             b_dx = blocks.plus(b_dx, blocks.norm_gradient(b_gy, b_w, b_xhat, b_r, b_mean))
             b_dw = blocks.plus(b_dw, blocks.multiply(b_gy, b_xhat))
         b_scaled = blocks.times(b_dx, scale)
-        if p_low is not None:
+        if ONCE:
             # x = scale * mix, so the unscaled gradient times x is delta
-            x = blocks.with_low_bits(b_x, blocks.hold(p_low + o_row, places), p_x.dtype.element_ty)
+            x = b_x
+            if p_low is not None:
+                b_low = blocks.hold(p_low + o_row, places)
+                x = blocks.with_low_bits(x, b_low, p_x.dtype.element_ty)
             b_delta = blocks.dot_tiles(b_dx, x)
         b_dx = b_scaled
         if p_dstate is not None:
@@ -184,7 +189,7 @@ def mix_backward_kernel(
             b_prior_lse = tl.load(p_prior_lse + i_row * H + o_h, m_h, 0.0).to(tl.float32)
             b_prior_alpha = tl.exp(b_prior_lse - b_lse)
             b_prior_u = blocks.dot_tiles(b_dx, b_prior)
-        if p_low is None:
+        if not ONCE:
             if p_prior is not None:
                 b_delta += b_prior_alpha * b_prior_u
             for n in tl.range(0, S, BS, num_stages=STAGES):

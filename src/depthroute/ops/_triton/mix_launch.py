@@ -154,9 +154,11 @@ def backward_plan(forced: layout.Changes, width: int, stats_width: int, dtypes: 
         constants |= {"READS_LAST": back.reads_last}
         constants |= {"MIXES_AGAIN": back.mixes_again, "FROM_Y": back.from_y}
     else:
-        kernel, from_mix = mix_backward_kernel, back.low is not None
+        kernel = mix_backward_kernel
         block = layout.retiled(layout.tiles(width, heads), width, heads, forced)
-        launch = layout.backward_launch(block, count, first.itemsize, from_mix, has_carried)
+        once = back.sweeps_once
+        launch = layout.backward_launch(block, count, first.itemsize, once, has_carried)
+        constants |= {"ONCE": once}
     launch = layout.changed(launch, forced)
     return _plan(kernel, back, width, stats_width, block, launch, constants)
 
