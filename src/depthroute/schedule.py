@@ -479,22 +479,22 @@ def _groups(starts: Iterable[int], schedule: Schedule) -> Iterator[range]:
 
 
 def _nothing_to_share(group_size: int | None, schedule: Schedule) -> str:
-    count = schedule.num_sublayers
-    sizes = [
-        size
-        for size in range(1, count)
-        if any(map(schedule.shares, _groups(range(0, count, size), schedule)))
-    ]
-    if sizes:
+    if group_size is not None and _can_share(schedule):
         return (
             f"routing.group_size={group_size} leaves nothing to read ahead: no group of that size "
-            f"begins where two sources are finished; use another, such as {sizes[-1]}"
+            "begins where two sources are finished; leave group_size out"
         )
     both = "evaluation" if group_size is None else "evaluation and group_size"
     return (
         "routing.evaluation='two_phase' has nothing to read ahead: no sublayer that chooses has "
         f"two finished sources before it; leave out {both}, or use more layers or blocks"
     )
+
+
+def _can_share(schedule: Schedule) -> bool:
+    """Whether some group of places would have a first phase."""
+    count = schedule.num_sublayers
+    return any(schedule.shares(range(start, count)) for start in range(count))
 
 
 TWO_PHASE_PAYS = 0.6
@@ -532,7 +532,7 @@ def _cheapest_groups(
     count = schedule.num_sublayers
     reads = [len(schedule.reads(i)) for i in range(count)]
     single = [reads[i] * (4 * schedule.num_sources(i) + 4) for i in range(count)]
-    must_share = is_wanted and any(schedule.shares(range(i, count)) for i in range(count))
+    must_share = is_wanted and _can_share(schedule)
 
     def cost(start: int, stop: int) -> float:
         grouped = schedule.num_finished(start)

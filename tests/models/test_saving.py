@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthroute as dr
 from depthroute.errors import ConfigError
+from depthroute.models.saving import ADAPTER_CONFIG
 from tests.checkpoints import save
 from tests.support import METHODS, disturb_routing, plain_model, routed_model, tokens
 
@@ -61,16 +62,20 @@ def test_dtype_is_kept(tmp_path):
     assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
 
 
-def test_a_model_saved_with_two_phases_that_share_nothing_is_read_in_one_pass(tmp_path):
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_what_was_saved_with_two_phases_that_share_nothing_is_read_as_the_plan_would(
+    tmp_path, adapter_only
+):
     """They are refused where they are asked for, and were not always."""
     plain = plain_model()
     once = dr.RoutingConfig("delta", num_blocks=1)
-    dr.convert(plain, once).save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "config.json").read_text())
+    dr.convert(plain, once).save_pretrained(tmp_path, adapter_only=adapter_only)
+    path = tmp_path / (ADAPTER_CONFIG if adapter_only else "config.json")
+    settings = json.loads(path.read_text())
     settings["routing"] |= {"evaluation": "two_phase", "group_size": 3}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    loaded = dr.from_pretrained(tmp_path)
-    assert loaded.plan.groups == ()
+    path.write_text(json.dumps(settings))
+    loaded = dr.load_adapter(plain, tmp_path) if adapter_only else dr.from_pretrained(tmp_path)
+    assert loaded.plan.reason == "one pass: two phases would take longer"
     assert torch.equal(dr.revert(loaded)(tokens()).logits, plain(tokens()).logits)
     with pytest.raises(ConfigError, match="leave out evaluation and group_size"):
         dr.convert(plain, replace(once, evaluation="two_phase", group_size=3))

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.dispatch import Operations
 from tests.families import family_config
 from tests.training import SETTINGS, SMALL, build, take_steps, words
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from depthroute import presets
 from depthroute.config import RoutingConfig, parse_methods
@@ -277,6 +280,19 @@ def test_muon_with_sharded_matrices_is_refused(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"orthogonalises whole matrices, and --parallel fsdp"):
         launch.train(request, "tiny")
+
+
+def test_a_model_with_sharded_matrices_is_refused_before_it_is_trained():
+    model = build()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(model.model.layers[0].mlp.up_proj.weight.data, mesh)
+        model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight)
+        with pytest.raises(ConfigError, match=r"those of this model are sharded; use adamw"):
+            build_optimizer(model, MUON)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

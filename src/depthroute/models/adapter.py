@@ -17,6 +17,7 @@ from depthroute.models.configuration import routing_from
 from depthroute.models.convert import check_is_plain, convert
 from depthroute.models.folder import read_object
 from depthroute.models.loaded import is_finite
+from depthroute.models.model import stored_routing
 from depthroute.models.saving import (
     ADAPTER_CONFIG,
     ADAPTER_FORMAT,
@@ -106,7 +107,7 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], *, any_base: bool =
     if not any_base:
         _check_base(model, description, folder)
     routing = routing_from(description["routing"], repr(str(Path(folder) / ADAPTER_CONFIG)))
-    routed = convert(model, routing)
+    routed = convert(model, stored_routing(model.config, routing))
     expected = {name: tensor.shape for name, tensor in routed.sites.state_dict().items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     wrong = sorted(name for name in {*expected, *shapes} if expected.get(name) != shapes.get(name))

@@ -362,12 +362,12 @@ def compile_regions(model: nn.Module, backend: Any = "inductor", **options: Any)
         call_through(getattr(decoder, spec.final_norm), partial(regions.call, NORM))
 
 
-def recompute_layers(model: Any, *, use_reentrant: bool = False) -> None:
+def recompute_layers(model: Any) -> None:
     """Keep only what each layer is given, and run it again in backward."""
     name = "activation_checkpointing_enable"
     if not hasattr(model, name):  # before transformers 5.23, which warns of the old name
         name = "gradient_checkpointing_enable"
-    getattr(model, name)({"use_reentrant": use_reentrant})
+    getattr(model, name)({"use_reentrant": False})
 
 
 def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -> Plan:
@@ -383,13 +383,18 @@ def plan_for(config: Any, routing: RoutingConfig, *, converting: bool = False) -
 
 
 def stored_plan(config: Any) -> Plan:
-    """That of a model's own configuration. Two phases that could share nothing are refused where
-    they are asked for; models that were saved with them have always read in one."""
-    routing = config.routing_config()
+    """That of a model's own configuration."""
+    return plan_for(config, stored_routing(config, config.routing_config()))
+
+
+def stored_routing(config: Any, routing: RoutingConfig) -> RoutingConfig:
+    """``routing`` as it was saved. Two phases that share nothing are refused where they are asked
+    for; what was saved with them before leaves the choice to the plan."""
     try:
-        return plan_for(config, routing)
+        plan_for(config, routing)
     except NothingToShare:
-        return plan_for(config, replace(routing, evaluation="one_pass", group_size=None))
+        return replace(routing, evaluation="auto", group_size=None)
+    return routing
 
 
 def _set_config(model: Any, config: Any) -> None:

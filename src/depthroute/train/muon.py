@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 AS_ADAMW = 0.2
 """Root mean square of an update over its rate: what AdamW's are measured to be in training, and
 torch's ``match_rms_adamw``."""
 TOGETHER = 2**24
 """Numbers, at most, in matrices that are taken together. Products of larger ones take longer than
-their launches, and what is taken together is copied: 200 MB at most."""
+their launches, and what is taken together is copied."""
 TOGETHER_ON_CPU = 2**21
 """Where nothing waits for launches, and what is copied is better in the caches."""
 
@@ -86,8 +85,7 @@ def _alike(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
     """By shape and place, and no more of one than are taken together."""
     kinds: dict[Any, list[Tensor]] = {}
     for matrix in matrices:
-        mesh = matrix.device_mesh if isinstance(matrix, DTensor) else None
-        kinds.setdefault((matrix.shape, matrix.device, mesh), []).append(matrix)
+        kinds.setdefault((matrix.shape, matrix.device), []).append(matrix)
     for kind in kinds.values():
         numbers = TOGETHER_ON_CPU if kind[0].device.type == "cpu" else TOGETHER
         most = max(1, numbers // max(1, kind[0].numel()))

@@ -112,6 +112,11 @@ def _apart(groups: list[Group], model: Any) -> tuple[list[Group], Group]:
             kept = {id(p) for p in others}
             mine = [p for p in parameters if id(p) not in kept]
             matrices = group | {"name": "matrices", "params": mine}
+            if any(isinstance(p, DTensor) for p in mine):
+                raise ConfigError(
+                    "train.optimizer='muon' orthogonalises whole matrices, and those of this model "
+                    "are sharded; use adamw, or a model that every rank has whole"
+                )
         if others:
             rest.append(group | {"params": others})
     if matrices is None:
