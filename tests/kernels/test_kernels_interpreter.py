@@ -78,6 +78,10 @@ MIX = [
     MixCase(3, 2, 576),
     MixCase(5, 2, 640, residual=True, norm=True),
     MixCase(2, 2, 1152, heads=4, head_norm="slice", dtype=fp32),
+    # tiles of several heads: three without padding, two of 1536, four forward
+    MixCase(7, 2, 768, heads=4),
+    MixCase(6, 2, 1536, heads=4),
+    MixCase(13, 2, 1024, heads=4),
     MixCase(19, 2, 640, scale=0.5),
     MixCase(19, 2, 640, heads=4, residual=True, norm=True, dtype=fp16),
 ]

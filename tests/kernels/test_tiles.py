@@ -185,12 +185,14 @@ def test_backward_of_several_heads_splits_2048_lanes_and_a_padded_tile():
     for width, heads, tile, warps in (
         *((768, heads, layout.Tiles(heads, 256 // heads, 3), 2) for heads in (4, 8)),
         *((1536, heads, layout.Tiles(heads, 1024 // heads, 2), 4) for heads in (4, 8)),
-        *((2048, heads, layout.Tiles(heads, 1024 // heads, 2), 4) for heads in (2, 4, 8)),
+        *((2048, heads, layout.Tiles(heads, 1024 // heads, 2), 4) for heads in (4, 8)),
+        (2048, 2, layout.Tiles(2, 1024, 1), 4),
         (1024, 4, layout.Tiles(4, 256, 1), 4),
         (768, 3, layout.Tiles(4, 256, 1), 4),
     ):
         block, launch = backward(width, 9, heads=heads)
         assert (block, launch.warps) == (tile, warps), (width, heads)
+        assert launch.programs == 1 if width == 2048 else launch.programs >= 2
     assert backward(2048, 4, heads=4, carried=True)[0] == layout.Tiles(4, 512, 1)
 
 

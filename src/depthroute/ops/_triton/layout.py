@@ -104,13 +104,13 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
 def _tiles_of_heads(width: int, heads: int) -> Tiles | None:
     """In the backward of several heads: 1024 lanes of which a quarter is padding are three tiles
     without any, and 2048 with no more padding than that are two, for fewer warps (9 sources of 1536
-    with 4 heads: 0.64 of the copy speed as one tile, 0.85 as two)."""
+    with 4 heads: 0.64 of the copy speed as one tile, 0.85 as two), but not of two whole heads."""
     rows, slice_width = triton.next_power_of_2(heads), width // heads
     single = triton.next_power_of_2(slice_width)
     if rows * single == 1024 and 4 * slice_width == 3 * single and single >= 4 * LEAST_SLICE:
         return Tiles(rows, single // 4, 3)
     if rows * single == 2048 and 4 * width >= 3 * 2048 and single >= 2 * LEAST_SLICE:
-        return Tiles(rows, single // 2, 2)
+        return None if width == 2048 and heads == 2 else Tiles(rows, single // 2, 2)
     return None
 
 
@@ -253,7 +253,9 @@ def resident_backward_launch(
 ) -> Launch:
     """About 70 KB on their way to each SM, which is one program from a width of 2048 on; fewer
     columns a thread than forward, since it holds more of them, but as many where more than a
-    quarter of a tile is padding, or whole warps would have nothing to do."""
+    quarter of a tile is padding, or whole warps would have nothing to do. Several heads that fill
+    2048 lanes are left to one program of 4 warps (9 sources with 2, 4 and 8: 0.92 to 0.93 of the
+    copy speed; two programs, 0.87 to 0.90)."""
     is_padded = block.count == 1 and 4 * width < 3 * block.elements
     is_few = block.elements == 2048 and num_sources <= 6
     warps = min(8, warps_for(block.elements, 16 if is_few or is_padded else 8))
@@ -265,6 +267,9 @@ def resident_backward_launch(
         programs = max(1, 8 // warps)
     elif block.elements == 1024 and carried:
         programs = 3 if ahead <= 11 * 1024 else 2 if ahead <= 30 * 1024 else 1
+    is_plain = not carried and rows == num_sources + 1
+    if block.heads > 1 and width == block.elements == 2048 and is_plain:
+        warps, programs = 4, 1
     enough = triton.cdiv(BACKWARD_BYTES, 2 * rows * width * itemsize)
     registers = block.elements // 32 * 3 * rows
     return _resident_launch(rows, warps, programs, enough, registers, ahead)
