@@ -71,6 +71,16 @@ def block(words: Sequence[str]) -> str:
     return "    " + " \\\n        ".join(lines) + "\n"
 
 
+def wrapped(*sentences: str, indent: int = 0) -> str:
+    """Lines of text, all but the first of them indented."""
+    lines = [""]
+    for word in " ".join(sentences).split():
+        if indent + len(lines[-1]) + len(word) >= LINE_LENGTH:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return ("\n" + " " * indent).join(lines) + "\n"
+
+
 def judged(text: str, is_met: bool) -> str:
     return text if is_met else f"*{text}*"
 

@@ -3,26 +3,18 @@ show them. `bench/evidence.toml` names the grids."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from results_data import table
-from results_evidence import (
-    LEAST_SEEDS,
-    Field,
-    Outcome,
-    difference,
-    fields,
-    on_white,
-    plan,
-    short,
-    worth,
-    wrapped,
-)
+from results_data import table, wrapped
+from results_evidence import Outcome, on_white
+from results_fields import LEAST_SEEDS, Field, difference, fields, plan, short, worth
 
 from depthroute.diagnostics.figures import figures
 from depthroute.methods import BASELINE
 from depthroute.runs import ladder
 from depthroute.runs.display import law_text
+from depthroute.runs.ladder import TREND
 from depthroute.train.ladder import num_flops
 
 PICTURE = "evidence_ladder.svg"
@@ -30,17 +22,29 @@ WAITS = "Not yet to be said: it takes standard with three seeds at two sizes."
 
 
 def sizes() -> list[Field]:
-    """Smallest first: those that standard has seeds enough of, on the text of the first."""
+    """Smallest first: those that standard has seeds enough of, on the text of the first and with
+    its optimiser."""
     found = [field for grid in plan()["ladder"]["grids"] for field in fields(grid)]
-    found = [field for field in found if BASELINE in _methods(field)]
-    texts = [field.run["config"]["data"].get("sha256") for field in found]
-    return [field for field, text in zip(found, texts, strict=True) if text == texts[0]]
+    found = [f for f in found if BASELINE in _methods(f) and f.text["sha256"] is not None]
+    found = [f for f in found if (f.text, f.optimizer) == (found[0].text, found[0].optimizer)]
+    found = sorted(found, key=lambda field: field.run["parameters"])
+    for field, other in pairwise(found):
+        if field.run["parameters"] == other.run["parameters"]:
+            raise ValueError(
+                f"grids {field.grid} and {other.grid} both have {field.size}, and a ladder has "
+                "every size once; leave out runs that train the same methods again"
+            )
+    return found
 
 
 def _methods(field: Field) -> list[str]:
-    """With as many seeds as a verdict takes, each beside one of standard's."""
+    """With as many seeds as a verdict takes, each beside one of standard's, and none diverged."""
     known = field.series.keys() if BASELINE in field.series else []
-    pairs = {method: difference(field, method, BASELINE) for method in known}
+    pairs = {
+        method: difference(field, method, BASELINE)
+        for method in known
+        if not field.series[method]["row"]["diverged"]
+    }
     return [m for m, pair in pairs.items() if pair and len(pair["by_seed"]) >= LEAST_SEEDS]
 
 
@@ -84,13 +88,13 @@ def section() -> str:
         rows.append([*cells, "-" if trend is None else f"{trend:.2f}x"])
     losses = [point["loss"]["mean"] for point in result["methods"][BASELINE]["points"]]
     words = [
-        f"{loss:.4f} at {short(r['flops'])}FLOPs"
+        f"{loss:.4f} at {r['flops']:.2g} FLOPs"
         for loss, r in zip(losses, result["rungs"], strict=True)
     ]
     text = wrapped(
         f"Standard: {', '.join(words)}.",
         law_text(law),
-        "The last column: what ten times the compute multiplies the speed-up by.",
+        f"{TREND} last column.",
     )
     table_ = table([*head, "ten times the compute"], rows)
     return f"{about}\n\n{text}\n{table_}\n![Loss against compute](images/{PICTURE})\n"

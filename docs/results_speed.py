@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from results_data import METHODS, data_files, judged, load, source, spread, table, where
+from results_data import (
+    METHODS,
+    data_files,
+    judged,
+    load,
+    source,
+    spread,
+    table,
+    where,
+    wrapped,
+)
 
 # at least this speed or share of the copy speed, at most so much more memory or time
 FORWARD_TARGET, BOTH_TARGET = 0.90, 0.85
@@ -278,6 +288,10 @@ def timed_widths() -> list[dict[str, Any]]:
     return [row for row in load("widths_h200")["rows"] if row["status"] == "timed"]
 
 
+def is_width_missed(row: dict[str, Any]) -> bool:
+    return any(row[fraction] < least for fraction, least in WIDTH_FRACTIONS.items())
+
+
 def shape_cells(row: dict[str, Any]) -> list[str]:
     kind = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[row["dtype"]]
     heads = f", {row['heads']} heads" if row["heads"] > 1 else ""
@@ -321,14 +335,11 @@ def widths() -> str:
     name, timed, fractions = "widths_h200", timed_widths(), WIDTH_FRACTIONS
     data = load(name)
 
-    def is_missed(row: dict[str, Any]) -> bool:
-        return any(row[fraction] < least for fraction, least in fractions.items())
-
     def cells(row: dict[str, Any]) -> list[str]:
         reached = (judged(f"{row[f]:.2f}", row[f] >= least) for f, least in fractions.items())
         return [*shape_cells(row), *reached]
 
-    missed = [row for row in timed if is_missed(row)]
+    missed = [row for row in timed if is_width_missed(row)]
     lowest = {id(row): row for f in fractions for row in sorted(timed, key=lambda r: r[f])[:10]}
     shown = sorted(lowest.values(), key=lambda row: row["both_frac"])
     least = "forward {:.2f}, with backward {:.2f}".format(*WIDTH_TARGETS)
@@ -478,10 +489,15 @@ def limits() -> str:
     """Which targets are missed, if any."""
     targets = all_targets()
     missed = [what for what, share in targets if share < 1]
-    if missed:
-        return f"- Missed on an H200, of {len(targets)} targets: {'; '.join(missed)}.\n"
     closest, share = min(targets, key=lambda target: target[1])
-    return (
-        f"- All {len(targets)} targets of speed and memory on an H200 are met, the narrowest by "
-        f"{share - 1:.1%} ({closest}).\n"
+    steps = (
+        f"Missed on an H200, of {len(targets)} targets: {'; '.join(missed)} "
+        "([why](docs/results.md#a-training-step))."
+        if missed
+        else f"All {len(targets)} targets of speed and memory on an H200 are met, the narrowest by "
+        f"{share - 1:.1%} ({closest})."
     )
+    timed = timed_widths()
+    shapes = "[widths and numbers of sources](docs/results.md#widths-of-real-models)"
+    few = f"{sum(map(is_width_missed, timed))} miss theirs"
+    return "- " + wrapped(steps, f"Of {len(timed)} {shapes} {few}.", indent=2)

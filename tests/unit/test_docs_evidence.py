@@ -171,14 +171,41 @@ def test_the_summary_tells_apart_what_the_intervals_do(results, tmp_path):
 
 def test_a_grid_names_what_is_still_to_be_run(results, tmp_path):
     put(results, "c", write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2)))
-    planned, *others = evidence.plan()["grid"]["c"]["commands"]
     assert "Still to be run" in evidence.grids() and "x0-skip" not in METHODS
     (field,) = evidence.fields("c")
+    grid = evidence.plan()["grid"]["c"]
+    planned, *others = grid["commands"]
     methods = re.search(r"--methods (\S+)", planned)[1].split(",")
     whole = evidence.Field("c", field.run, dict.fromkeys(methods, field.series["delta"]))
-    grid = evidence.plan()["grid"]["c"]
-    assert evidence._missing(grid, [field]) == [planned, *others]
     assert evidence._missing(grid, [whole]) == others
+    first, *rest = evidence._missing(grid, [field])
+    absent = [method for method in methods if method not in METHODS]
+    narrowed = planned.replace(",".join(methods), ",".join(absent)).replace("grid_c", "grid_c_more")
+    assert first == narrowed
+    named = [re.search(r"--methods (\S+)", command)[1] for command in rest]
+    assert named == ["delta:sources=cumulative", "attnres-full:sources=cumulative"]
+
+
+def test_a_grid_asks_for_the_seeds_that_its_methods_lack(results, tmp_path):
+    put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
+    grid = evidence.plan()["grid"]["a"]
+    few = [c for c in evidence._missing(grid, evidence.fields("a")) if "--seeds 2-2" in c]
+    (command,) = few
+    words = command.split()
+    assert words[words.index("--methods") + 1] == "standard,attnres-full,delta"
+    assert "--sweep" not in words and words[words.index("--seeds") - 1] == "lr=0.003"
+    assert words[-2:] == ["--out", "runs/grid_a_0.003"]
+    again = write_run(tmp_path / "again", METHODS, seeds=(2,), steps=10)
+    settings = json.loads((again / "config.json").read_text())
+    sweep = json.loads((tmp_path / "sweep" / "config.json").read_text())
+    for config, path in ((settings, again), (sweep, tmp_path / "sweep")):
+        config["data"]["sha256"] = "1"
+        (path / "config.json").write_text(json.dumps(config))
+    settings["train"]["lr"] = 0.003
+    (again / "config.json").write_text(json.dumps(settings))
+    put(results, "a", tmp_path / "sweep", again)
+    (field,) = evidence.fields("a")
+    assert not any("2-2" in command for command in evidence._missing(grid, [field]))
 
 
 def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
@@ -232,7 +259,7 @@ def test_methods_with_more_seeds_stand_beside_those_with_fewer(results, tmp_path
     rates = {first: 0.001, more: 0.003, last: 0.003}
     put(results, "a", *(of_text(path, lr=rate) for path, rate in rates.items()))
     (field,) = evidence.fields("a")
-    assert [*evidence._loss(field.series["delta"])] == [*"0123"]
+    assert [*evidence.losses_of(field.series["delta"])] == [*"0123"]
     found = evidence.difference(field, "delta", "standard")
     assert [*found["by_seed"]] == [*"01"]
     assert field.words.endswith("2 to 4 seeds") and field.compared(found).endswith(", 2 seeds")
@@ -504,6 +531,48 @@ def test_a_ladder_has_methods_with_seeds_enough_and_one_text(results, tmp_path):
     config.write_text(config.read_text().replace('"sha256": "1"', '"sha256": "2"'))
     put(results, "b", tmp_path / "large")
     assert [field.grid for field in climbing.sizes()] == ["a"]
+
+
+def test_a_ladder_has_every_size_once_in_order_on_one_text_with_one_optimiser(results, tmp_path):
+    put(results, "a", sized(tmp_path / "large", 24))
+    put(results, "b", sized(tmp_path / "small", 8, worse=1.0))
+    assert [field.grid for field in climbing.sizes()] == ["b", "a"]
+
+    def again(**changes):
+        config = tmp_path / "small" / "config.json"
+        before = json.loads(config.read_text())
+        config.write_text(json.dumps(before | {k: before[k] | v for k, v in changes.items()}))
+        put(results, "b", tmp_path / "small")
+        config.write_text(json.dumps(before))
+        return [field.grid for field in climbing.sizes()]
+
+    assert again(train={"optimizer": "muon"}) == again(data={"sha256": None}) == ["a"]
+    for name in ("sha256", "validation_sha256", "tokenizer"):
+        assert again(data={name: "2"}) == ["a"], name
+    put(results, "b", sized(tmp_path / "same", 24))
+    with pytest.raises(ValueError, match=r"grids a and b both have 3.02K.*every size once"):
+        climbing.sizes()
+
+
+def test_a_ladder_shows_no_method_that_diverged(results, tmp_path):
+    put(results, "a", sized(tmp_path / "small", 8, worse=1.0))
+    data = put(results, "b", sized(tmp_path / "large", 24))
+    for series in data["series"]:
+        if series["method"] == "delta":
+            series["row"]["diverged"] = [{"seed": 2, "step": 7}]
+    (results / "evidence_b.json").write_text(json.dumps(data))
+    results_data.load.cache_clear()
+    rows = [line.split(" | ") for line in climbing.section().splitlines()]
+    (lost,) = (row for row in rows if row[0] == "| delta")
+    assert lost[1] != "-" and lost[3:] == ["-", "-", "- |"]
+
+
+def test_compute_is_said_in_flops(results, tmp_path):
+    for grid, width in (("a", 8), ("b", 24)):
+        put(results, grid, sized(tmp_path / grid, width))
+    flops = [f"{rung['flops']:.2g}" for rung in climbing.fitted(climbing.sizes())["rungs"]]
+    assert all(f"at {each} FLOPs" in climbing.section() for each in flops)
+    assert f"{1.34e15:.2g}" == "1.3e+15"
 
 
 def test_a_size_says_what_it_was_trained_with(results, tmp_path):
