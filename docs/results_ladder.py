@@ -61,7 +61,7 @@ def fitted(found: list[Field]) -> dict[str, Any]:
             row | {"difference": None if m == BASELINE else difference(field, m, BASELINE)}
             for m, row in own.items()
         ]
-        summaries.append({"unit": field.run["summary"]["unit"], "rows": rows})
+        summaries.append({"unit": field.run["summary"]["unit"], "tokens": tokens, "rows": rows})
     return ladder.fit(rungs, summaries)
 
 

@@ -12,8 +12,8 @@ from tests.formats import TENSORS, as_format_3, sealed
 from depthroute import diagnostics, presets
 from depthroute.config import parse_methods
 from depthroute.data.batches import TokenData
-from depthroute.errors import CheckpointError
-from depthroute.runs.directory import RunDirectory, RunError
+from depthroute.errors import CheckpointError, ConfigError
+from depthroute.runs.directory import RunDirectory, RunError, refuse_another
 from depthroute.train.compare import Comparison, run_comparison
 from depthroute.train.settings import TrainSettings
 
@@ -181,6 +181,21 @@ def test_a_run_from_before_a_setting_was_there_goes_on(tmp_path, killed, whole):
     run.write_json("config.json", config)
     compare(run, is_resumed=True)
     assert timeless(run) == timeless(whole[0])
+
+
+@pytest.mark.parametrize("kind", ["compare", "sweep", "train", "finetune"])
+def test_what_is_compared_goes_on_with_the_validation_text_it_was_begun_with(
+    tmp_path, killed, kind
+):
+    run = copy(killed, tmp_path / "run")
+    config = run.read_json("config.json") | {"kind": kind}
+    run.write_json("config.json", config)
+    changed = config | {"train": config["train"] | {"validation_sequences": 1}}
+    if kind in ("train", "finetune"):
+        assert refuse_another(run, changed) == config
+        return
+    with pytest.raises(ConfigError, match=r"train.validation_sequences 8 and now has 1; resume"):
+        refuse_another(run, changed)
 
 
 def test_without_a_good_checkpoint_nothing_is_changed(tmp_path, killed):

@@ -1,5 +1,6 @@
 """A comparison at several sizes."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -51,6 +52,11 @@ def test_losses_that_do_not_fall_with_compute_have_no_law():
     assert fit_law([1e14], [2.0], "token") is None
     assert fit_law([1e14, 1e14], [2.0, 2.1], "token") is None
     assert fit_law([], [], "token") is None
+    assert fit_law([1e14, 1e15, 1e16], [3.0, 2.9, 2.95], "token") is None
+
+
+def test_losses_that_hardly_fall_any_more_are_no_floor_to_measure_a_better_one_by():
+    assert fit_law([1e14, 1e15, 1e16], [3.0, 2.5, 2.49], "token") is None
 
 
 @pytest.mark.parametrize("preset", ["tiny", "100m"])
@@ -94,11 +100,11 @@ def test_a_ladder_that_has_no_meaning_is_refused(text, message):
 RUNGS = "num_hidden_layers=1,num_hidden_layers=2:intermediate_size=64"
 
 
-def climb(path, *, resume=False, **watch):
+def climb(path, *, resume=False, steps=2, **watch):
     rungs = climbing.parse(RUNGS, SMALL, {})
 
     def prepare(rung):
-        settings = replace(SETTINGS, steps=2 * len(rung.shape), warmup_steps=0, lr=0.05)
+        settings = replace(SETTINGS, steps=steps * len(rung.shape), warmup_steps=0, lr=0.05)
         preset = presets.with_model(SMALL, rung.shape)
         methods = parse_methods("standard,delta")
         return sweeping.unswept(
@@ -166,7 +172,30 @@ def test_the_page_of_a_ladder_shows_loss_against_compute_and_the_law(climbed, tm
 
 def test_a_ladder_without_standard_takes_the_published_law():
     row = {"method": "delta", "validation_loss": {"mean": 3.0}, "difference": None, "diverged": []}
-    rungs = [{"name": "a", "flops": 1e14}, {"name": "b", "flops": 1e15}]
-    summaries = [{"unit": "token", "rows": [dict(row)]} for _ in rungs]
+    rungs = [{"name": n, "flops": f, "tokens": 10} for n, f in (("a", 1e14), ("b", 1e15))]
+    summaries = [{"unit": "token", "tokens": 10, "rows": [dict(row)]} for _ in rungs]
     fitted = layout.fit(rungs, summaries)
     assert fitted["law"] == PUBLISHED.to_dict() and fitted["methods"]["delta"]["trend"] is None
+
+
+def test_what_is_half_trained_or_diverged_has_no_place_on_a_ladder(climbed):
+    _, summary, _ = climbed
+    rungs, summaries = summary["ladder"]["rungs"], copy.deepcopy(summary["summaries"])
+    summaries[1]["tokens"] -= 64
+    fitted = layout.fit(rungs, summaries)
+    assert [p["rung"] for p in fitted["methods"]["delta"]["points"]] == [rungs[0]["name"]]
+    assert "fitted" not in fitted["law"]["source"] if fitted["law"] else True
+    summaries = copy.deepcopy(summary["summaries"])
+    (row,) = (row for row in summaries[0]["rows"] if row["method"] == "delta")
+    row["diverged"] = [{"seed": 1, "step": 2}]
+    fitted = layout.fit(rungs, summaries)
+    assert [p["rung"] for p in fitted["methods"]["delta"]["points"]] == [rungs[1]["name"]]
+    assert len(fitted["methods"]["standard"]["points"]) == 2
+
+
+def test_a_ladder_that_would_train_on_something_else_is_refused_and_stays_as_it_is(climbed):
+    path, _, _ = climbed
+    before = (path / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"started with 128 tokens at .* and now has 192"):
+        climb(path, resume=True, steps=3)
+    assert (path / "config.json").read_bytes() == before

@@ -241,6 +241,9 @@ def test_a_page_leaves_out_a_method_at_an_end_and_says_so(finished, tmp_path):
         ({2.0: 2.0, 1.0: 3.0}, "highest", 4.0),
         ({10: 3.0, 30: 2.0}, "highest", 90),
         ({0.0: 1.0, 0.1: 2.0}, "lowest", None),
+        ({0.0: 2.0, 0.1: 1.0}, "highest", 0.2),
+        ({1: 1.0, 2: 2.0}, "lowest", 0),
+        ({30: 2.0, 31: 1.0}, "highest", 32),
         ({"cosine": 2.0, "wsd": 1.0}, None, None),
         ({1.0: float("inf"), 2.0: float("inf")}, "lowest", 0.5),
     ],
@@ -248,6 +251,42 @@ def test_a_page_leaves_out_a_method_at_an_end_and_says_so(finished, tmp_path):
 def test_ends_are_those_of_numbers(losses, edge, value):
     choice = layout.choose({v: {1000: loss} for v, loss in losses.items()})
     assert (choice.edge, layout.further(choice)) == (edge, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "best", "tried", "end"),
+    [
+        ("decay_fraction", (0.3, 0.8), "highest", 0.904, 1.0),
+        ("lr", (6e-4, 1.2e-3), "lowest", 5.045e-4, 5e-4),
+        ("warmup_steps", (2, 3), "highest", 4, None),
+        ("weight_decay", (0.0, 0.1), "highest", 0.2, None),
+        ("clip", (1.0, 2.0), "lowest", 0.5, None),
+    ],
+)
+def test_beyond_a_value_lies_the_next_that_is_allowed_up_to_the_settings_own_end(
+    name, values, best, tried, end
+):
+    base = replace(SETTINGS, steps=40, schedule="wsd", min_lr=5e-4 if name == "lr" else 0.0)
+
+    def choice_of(*values):
+        worse = range(len(values)) if best == "lowest" else reversed(range(len(values)))
+        losses = {value: {1000: float(x)} for value, x in zip(values, worse, strict=True)}
+        return layout.choose(losses)
+
+    def variant(value):
+        return SMALL, replace(base, **{name: value})
+
+    sweep = Sweep(comparison("standard", (0,)), name, values, variant)
+    assert sweeping._allowed(sweep, choice_of(*values)) == pytest.approx(tried, rel=1e-3)
+    if end is not None:
+        assert sweeping._allowed(sweep, choice_of(*sorted((end, *values)))) is None
+
+
+def test_whole_numbers_for_a_setting_that_is_none_are_swept_as_fractions():
+    sweep = sweeping.prepare(comparison("standard", (0,)), "clip=1,2,4", {})
+    assert sweep.values == (1.0, 2.0, 4.0) and all(isinstance(v, float) for v in sweep.values)
+    sweep = sweeping.prepare(comparison("standard", (0,)), "warmup_steps=1,2", {})
+    assert all(isinstance(v, int) for v in sweep.values)
 
 
 def test_a_value_that_the_setting_does_not_allow_is_an_end_of_its_own(tmp_path):
@@ -295,7 +334,7 @@ SIZES = {"batch_size": 4, "sequence_length": 16, "validation_sequences": 8}
         ("lr", "give a setting and at least two values"),
         ("lr=1e-3", "give a setting and at least two values"),
         ("lr=1e-3,1e-3", "at least two values, each once"),
-        ("lr=1e-3,-1", r"train.lr=-1 must be a finite number greater than 0"),
+        ("lr=1e-3,-1", r"train.lr=-1.0 must be a finite number greater than 0"),
         ("lr=[1],2", "give a setting and at least two values"),
         ("lr=nan,1", "train.lr='nan' must be a finite number"),
         ("lr=true,false", "give a setting and at least two values"),

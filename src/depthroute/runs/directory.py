@@ -15,8 +15,12 @@ from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.runs import records
 
 _SAME = ("kind", "preset", "base", "freeze_base", "methods", "seeds", "equal", "data")
-MAY_CHANGE = ("validate_every", "validation_sequences", "save_every", "keep_last", "on_bad_step")
+MAY_CHANGE = ("validate_every", "save_every", "keep_last", "on_bad_step")
 """Training settings that a resumed run may set anew: none of them changes a step that is taken."""
+MAY_CHANGE_ALONE = (*MAY_CHANGE, "validation_sequences")
+"""The same of a run that trains one model: what is compared is judged by the same text."""
+ALONE = ("train", "finetune")
+"""Kinds of such runs."""
 _BEFORE = {"optimizer": "adamw", "output_init": "default"}
 """Training settings that came later, and what runs had before them."""
 
@@ -225,8 +229,9 @@ def refuse_another(run: RunDirectory, now: dict[str, Any]) -> dict[str, Any]:
     for name in _SAME:
         if old.get(name) != new.get(name):
             raise _other_run(run.path, name, old.get(name), new.get(name))
+    free = MAY_CHANGE_ALONE if saved.get("kind") in ALONE else MAY_CHANGE
     old, new = _BEFORE | old["train"], new["train"]
-    for setting in sorted({*old, *new} - set(MAY_CHANGE)):
+    for setting in sorted({*old, *new} - set(free)):
         if old.get(setting) != new.get(setting):
             raise _other_run(run.path, f"train.{setting}", old.get(setting), new.get(setting))
     return saved

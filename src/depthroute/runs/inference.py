@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 CONFIDENCE = 0.95
@@ -47,12 +48,14 @@ def law_for(unit: str) -> Law | None:
 
 
 def fit_law(computes: Sequence[float], losses: Sequence[float], unit: str) -> Law | None:
-    """Of the baseline's losses at several sizes; None where they do not fall with compute.
+    """Of the baseline's losses at several sizes; None where they do not fall from each to the next,
+    or fall to no floor below the last.
 
     Two sizes determine two numbers, so the floor is then the published one (none for bytes).
     """
-    number = len(losses)
-    if len(set(computes)) < 2:
+    number, points = len(losses), sorted(zip(computes, losses, strict=True))
+    falls = all(c < d and a > b for (c, a), (d, b) in pairwise(points))
+    if number < 2 or not falls:
         return None
     words = f"fitted to standard's {number} sizes of this ladder"
     if number == 2:
@@ -65,7 +68,8 @@ def fit_law(computes: Sequence[float], losses: Sequence[float], unit: str) -> La
         floors = [n / FLOORS * min(losses) for n in range(FLOORS)]
     fits = [(*_power(computes, losses, floor), floor) for floor in floors]
     _, exponent, floor = min(fits)
-    return Law(floor, exponent, words) if exponent > 0 else None
+    is_found = len(floors) == 1 or floor < floors[-1]
+    return Law(floor, exponent, words) if is_found else None
 
 
 def _power(computes: Sequence[float], losses: Sequence[float], floor: float) -> tuple[float, float]:

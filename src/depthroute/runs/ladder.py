@@ -39,16 +39,18 @@ def fit(rungs: list[dict[str, Any]], summaries: list[dict[str, Any]]) -> dict[st
     """The law of standard over the sizes, and every method's advantage under it.
 
     ``summaries`` are those of the sizes; their rows are given what a difference is worth by the
-    law that is found.
+    law that is found. A size that is not trained to its end has no place on the ladder yet, nor has
+    a method that diverged there.
     """
     unit = summaries[0]["unit"]
     points = [
         {
-            label: row
+            row["method"]: row
             for row in summary["rows"]
-            if (label := row["method"]) and row["validation_loss"]
+            if row["validation_loss"] and not row["diverged"]
+            if summary["tokens"] == rung["tokens"]
         }
-        for summary in summaries
+        for rung, summary in zip(rungs, summaries, strict=True)
     ]
     standard = [
         (rung["flops"], rows[BASELINE]["validation_loss"]["mean"])

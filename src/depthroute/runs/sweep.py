@@ -95,16 +95,23 @@ def sorted_values(values: Any) -> list[Any]:
 
 
 def further(choice: Choice) -> Value:
-    """The next value beyond the edge, by the ratio of the two values there; None for no such."""
+    """The next value beyond the edge, by the ratio of the two values there; None below zero."""
     values: list[Any] = list(choice.losses)
     if choice.edge is None or len(values) < 2:
         return None
     end, beside = (values[-1], values[-2]) if choice.edge == "highest" else values[:2]
-    if end * beside <= 0:
+    if end * beside < 0 or end == 0:
         return None
-    value = end * end / beside
-    value = round(value) if isinstance(end, int) else float(f"{value:.4g}")
-    return None if value in values else value
+    ratio = end / beside if beside else 2.0
+    return between(end, end * ratio)
+
+
+def between(end: Any, beyond: float) -> Any:
+    """``beyond`` as a value of the setting that has ``end``, and never ``end`` itself if that is a
+    whole number."""
+    if not isinstance(end, int):
+        return float(f"{beyond:.4g}")
+    return max(round(beyond), end + 1) if beyond > end else min(round(beyond), end - 1)
 
 
 def read_losses(root: Path, config: dict[str, Any]) -> dict[str, dict[Value, dict[int, float]]]:

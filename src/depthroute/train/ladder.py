@@ -113,12 +113,11 @@ def run_ladder(
     tokens_per_parameter: float,
 ) -> dict[str, Any]:
     """All sizes, smallest first, each announced before any begins; the summary of the whole."""
-    if (run.path / "config.json").is_file():
-        kind = run.read_json("config.json").get("kind")
-        if kind != layout.KIND:
-            raise ConfigError(f"{run.path} holds a {kind} and no ladder; give another --out")
     sweeps = {rung.name: prepare(rung) for rung in sorted(rungs, key=lambda r: r.parameters)}
-    run.write_json("config.json", _config(rungs, sweeps, tokens_per_parameter))
+    config = _config(rungs, sweeps, tokens_per_parameter)
+    if (run.path / "config.json").is_file():
+        _refuse_another(run, config)
+    run.write_json("config.json", config)
     summaries = []
     with ExitStack() as stack:
         begun = []
@@ -134,6 +133,23 @@ def run_ladder(
     summary = {"is_complete": is_complete, "signal": runner.signal or None, "ladder": fitted}
     run.write_json("summary.json", summary | {"summaries": summaries})
     return summary | {"summaries": summaries}
+
+
+def _refuse_another(run: RunDirectory, config: dict[str, Any]) -> None:
+    """Sizes may come with every start; those that are there keep what they are trained on."""
+    kind = run.read_json("config.json").get("kind")
+    if kind != layout.KIND:
+        raise ConfigError(f"{run.path} holds a {kind} and no ladder; give another --out")
+    known = {rung["name"]: rung for rung in layout.read_rungs(run.path)}
+    for rung in config["rungs"]:
+        old = known.get(rung["name"], rung)
+        for name in ("parameters", "tokens"):
+            if old[name] != rung[name]:
+                raise ConfigError(
+                    f"{run.path} was started with {old[name]:,} {name} at {rung['name']} and now "
+                    f"has {rung[name]:,}; resume with the same, or start a new ladder with another "
+                    "--out"
+                )
 
 
 def _config(

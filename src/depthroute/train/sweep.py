@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -88,6 +89,8 @@ def prepare(
     is_training = name in comparison.settings.to_dict()
     if is_training and name not in SWEPT:
         raise unknown("setting to sweep", name, (*SWEPT, "or a model setting"))
+    if is_training and name != "warmup_steps" and layout.is_ordered(values):
+        values = [float(value) for value in values]  # or what is tried beyond would be whole, too
 
     def variant(value: Value) -> tuple[Preset, TrainSettings]:
         if value is None:
@@ -492,7 +495,7 @@ def _further(
     for label, choice in layout.choices(run.path, config).items():
         if choice.edge is None:
             continue
-        value = _allowed(sweep, layout.further(choice))
+        value = _allowed(sweep, choice)
         if value is None:
             run.append({"event": "end", "method": label, "value": choice.value})
         elif len(set(choice.losses) - set(sweep.values)) < sweep.extend:
@@ -502,15 +505,21 @@ def _further(
     return values
 
 
-def _allowed(sweep: Sweep, value: Value) -> Value:
-    """None where there is no such value: a setting has ends of its own."""
-    if value is None:
-        return None
-    try:
-        sweep.variant(value)
-    except ConfigError:
-        return None
-    return value
+def _allowed(sweep: Sweep, choice: layout.Choice) -> Value:
+    """The next value beyond the edge, or nearer to it if that is not allowed: a setting has ends of
+    its own. None where the edge is such an end, to a hundredth."""
+    end: Any = choice.value
+    value: Any = layout.further(choice)
+    while value is not None and value not in choice.losses:
+        try:
+            sweep.variant(value)
+        except ConfigError:
+            if abs(value - end) <= max(abs(end) / 100, isinstance(end, int)):
+                return None
+            value = layout.between(end, math.sqrt(end * value) if end * value > 0 else end / 2)
+        else:
+            return value
+    return None
 
 
 def _part(
