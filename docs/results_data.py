@@ -87,3 +87,10 @@ def judged(text: str, is_met: bool) -> str:
 
 def spread(values: Sequence[float], digits: str = ".2f") -> str:
     return f"{min(values):{digits}} to {max(values):{digits}}"
+
+
+def on_white(svg: str) -> str:
+    return (
+        svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#ffffff"/>', 1)
+        + "\n"
+    )

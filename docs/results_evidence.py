@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from results_data import block, data_files, load, table, where, wrapped
+from results_data import block, data_files, load, on_white, table, where, wrapped
 from results_fields import (
     GROWTH,
     LEAST_SEEDS,
     MEASURES,
     WORTH,
     Field,
+    Outcome,
     difference,
     fields,
     is_finetuned,
@@ -29,6 +30,7 @@ from results_fields import (
     swept_of,
     worth,
 )
+from results_ladder import own_law
 
 from depthroute.diagnostics.figures import figures
 from depthroute.evaluate.local_tasks import TASKS
@@ -38,27 +40,6 @@ from depthroute.runs.summary import over_seeds
 
 NOT_RUN, NOT_TESTABLE = "not yet run", "not testable here"
 CONFIRMED, NOT_CONFIRMED, CONTRADICTED = "confirmed", "not confirmed", "contradicted"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    grid: str
-    words: str
-    """What was compared, on what."""
-    statistics: dict[str, Any] | None
-    """Mean, interval and values by seed."""
-    null: float
-    """What it would be if there were nothing to it."""
-    diverged: Sequence[str] = ()
-
-    @property
-    def number(self) -> str:
-        if self.statistics is None:
-            return ""
-        form = "{:.2f}x" if self.null else "{:+.4f}"
-        ends = self.statistics["interval"]
-        words = form.format(self.statistics["mean"])
-        return words if ends is None else f"{words} [{', '.join(map(form.format, ends))}]"
 
 
 def outcomes(claim: dict[str, Any]) -> list[Outcome]:
@@ -73,15 +54,25 @@ def outcomes(claim: dict[str, Any]) -> list[Outcome]:
     for field in found:
         lost = [m for m in (first, second) if field.series[m]["row"]["diverged"]]
         if measure in WORTH:
-            result = worth(field, first, by_time=measure == "speed-up by time")
-            words = f"{first}, speed-up {WORTH[measure]}"
-        else:
-            result = difference(field, first, second, measure)
-            words = f"{first} less {second}, {MEASURES[measure][1]}"
-        null = 1.0 if measure in WORTH else 0.0
-        about = f"{words}; {field.compared(result)}"
-        results.append(Outcome(field.grid, about, result, null, lost))
+            results.append(_worth_of(field, first, measure, lost))
+            continue
+        result = difference(field, first, second, measure)
+        about = f"{first} less {second}, {MEASURES[measure][1]}; {field.compared(result)}"
+        results.append(Outcome(field.grid, about, result, 0.0, lost))
     return results
+
+
+def _worth_of(field: Field, method: str, measure: str, lost: Sequence[str]) -> Outcome:
+    """By the ladder's own law and by the published one. Beyond the last loss of a law that was
+    measured on another text, what a loss is worth is that text's."""
+    by_time, own = measure == "speed-up by time", own_law()
+    published = worth(field, method, by_time=by_time)
+    result = published if own is None else worth(field, method, by_time=by_time, law=own)
+    untold = "no law of this text is known yet" if own is None else None
+    if by_time and field.series[method]["row"]["relative_speed"] is None:
+        untold = "its speed was not measured"
+    about = f"{method}, speed-up {WORTH[measure]}; {field.compared(result)}"
+    return Outcome(field.grid, about, result, 1.0, lost, untold, published)
 
 
 def _grown(found: list[Field], first: str, second: str) -> list[Outcome]:
@@ -106,10 +97,17 @@ def verdict(outcome: Outcome, direction: str, size: Sequence[float] = ()) -> str
     """By the interval alone. ``size`` is what was claimed, at one scale or several."""
     if outcome.diverged:
         return f"no verdict: {' and '.join(outcome.diverged)} diverged"
+    if outcome.untold:
+        return f"no verdict: {outcome.untold}"
     found = outcome.statistics
     num_seeds = 0 if found is None else len(found["by_seed"])
     if found is None or num_seeds < LEAST_SEEDS or found["interval"] is None:
         return f"no verdict: {num_seeds} of {LEAST_SEEDS} seeds"
+    if outcome.also is not None:
+        same = replace(outcome, also=None)
+        both = [verdict(o, direction, size) for o in (same, replace(same, statistics=outcome.also))]
+        both = [CONFIRMED if each.startswith(CONFIRMED) else each for each in both]
+        return both[0] if both[0] == both[1] else NOT_CONFIRMED
     sign = {"higher": 1, "lower": -1}[direction]
     low, high = sorted(sign * (end - outcome.null) for end in found["interval"])
     if high < 0:
@@ -152,7 +150,8 @@ def in_short() -> str:
             continue
         found = {"better": [], "worse": [], "open": []}
         for method in field.series:
-            result = None if method == BASELINE else difference(field, method, BASELINE)
+            lost = field.series[method]["row"]["diverged"] or method == BASELINE
+            result = None if lost else difference(field, method, BASELINE)
             if result is None or len(result["by_seed"]) < LEAST_SEEDS or not result["interval"]:
                 continue
             low, high = result["interval"]
@@ -164,7 +163,7 @@ def in_short() -> str:
             kind: ", ".join(words for _, words in sorted(methods))
             for kind, methods in found.items()
         }
-        tuned = ", each method at its own best learning rate" if swept_of(field) else ""
+        tuned = ", each method at its own best learning rate" if _all_tuned(field) else ""
         page = f"[grid {field.grid}](docs/evidence.md#grid-{field.grid})"
         text = f"**At {field.words}**{tuned} ({page}), in nats against "
         text += f"standard: better by 95% intervals are {said['better'] or 'none'}; "
@@ -172,6 +171,20 @@ def in_short() -> str:
         text += f"not told apart from it are {said['open'] or 'none'}."
         parts.append(wrapped(text))
     return "\n".join(parts)
+
+
+def _all_tuned(field: Field) -> bool:
+    """Whether every method has the learning rate that was best for it, inside of what was tried."""
+    names = {(run["config"].get("sweep") or {}).get("name") for run in _runs(field)}
+    tuned = swept_of(field)
+    is_inside = all(m in tuned and tuned[m]["points"] for m in field.series)
+    return "lr" in names and names <= {"lr", None} and is_inside
+
+
+def _runs(field: Field) -> list[dict[str, Any]]:
+    """That its methods were trained in first."""
+    runs = load(plan()["grid"][field.grid]["data"])["runs"]
+    return [runs[n] for n in sorted({series["run"] for series in field.series.values()})]
 
 
 def _link(grid: str) -> str:
@@ -282,7 +295,8 @@ def _field_table(field: Field) -> str:
         cells = [method]
         if swept:
             cells.append(str(tuned["chosen"]) if tuned else "as set")
-        cells.append(", ".join([f"{loss:.4f}" for loss in losses_of(series).values()]) or diverged)
+        losses = [f"{loss:.4f}" for loss in losses_of(series).values()]
+        cells.append(", ".join([*losses, *([diverged] if diverged else [])]))
         has_baseline = method != BASELINE and BASELINE in field.series
         against = difference(field, method, BASELINE) if has_baseline else None
         cells.append(Outcome(field.grid, "", against, 0.0).number or "-")
@@ -296,7 +310,8 @@ def _field_table(field: Field) -> str:
     notes = [
         f"{method} was best at {tuned['chosen']}, the {tuned['edge']} {name} tried, and is not "
         "reported."
-        for method, tuned in sweep["methods"].items()
+        for run in _runs(field)
+        for method, tuned in (run["config"].get("sweep") or {"methods": {}})["methods"].items()
         if tuned["edge"]
     ]
     if not field.run["summary"]["is_complete"]:
@@ -365,10 +380,3 @@ def pictures(grid: str) -> dict[str, tuple[str, str]]:
         for figure in figures(load(about["data"]))
         if figure.name in about["figures"]
     }
-
-
-def on_white(svg: str) -> str:
-    return (
-        svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#ffffff"/>', 1)
-        + "\n"
-    )

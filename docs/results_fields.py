@@ -7,7 +7,7 @@ import math
 import statistics
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from results_data import ROOT, data_files, load
 
 from depthroute.evaluate.local_tasks import TASKS
 from depthroute.methods import BASELINE
+from depthroute.runs.directory import MAY_CHANGE
 from depthroute.runs.inference import Law
 from depthroute.runs.summary import over_seeds
 
@@ -39,6 +40,8 @@ class Field:
     run: dict[str, Any]
     series: dict[str, dict[str, Any]]
     """By method."""
+    orders: dict[str, str] = field(default_factory=dict)
+    """By seed, a hash of the batches that all methods saw in it."""
 
     @property
     def words(self) -> str:
@@ -85,31 +88,54 @@ def fields(grid: str) -> list[Field]:
     data, found = load(name), list[Field]()
     for position, run in enumerate(data["runs"]):
         own = {s["method"]: s for s in data["series"] if s["run"] == position}
-        known = next((field for field in found if _continues(field, run, own, data["runs"])), None)
-        beside = next((field for field in found if _is_beside(field, run, own)), None)
+        orders = run["summary"]["data_order"] or {}
+        alike = [known for known in found if _is_alike(known, run, orders)]
+        known = next((known for known in alike if _continues(known, run, own, data["runs"])), None)
+        beside = next((known for known in alike if _is_beside(known, orders, own)), None)
         if known is not None:
             known.series.update({m: _joined(known.series[m], own[m]) for m in own})
+            known.orders.update(orders)
         elif beside is not None:
             beside.series.update(own)
+            beside.orders.update(orders)
         else:
-            found.append(Field(grid, run, own))
-    return sorted(found, key=lambda field: field.run["summary"]["base_parameters"] or 0)
+            found.append(Field(grid, run, own, dict(orders)))
+    return sorted(found, key=lambda known: known.run["summary"]["base_parameters"] or 0)
 
 
-def _is_beside(field: Field, run: dict[str, Any], own: dict[str, dict[str, Any]]) -> bool:
-    """Whether ``run`` is other methods of the same shape, on the same batches in the seeds that
-    both have."""
-    ours, theirs = field.run["summary"], run["summary"]
-    shapes = [preset["model"] for preset in _of(field, run, "preset")]
-    orders = [summary["data_order"] or {} for summary in (ours, theirs)]
-    shared = orders[0].keys() & orders[1].keys()
-    return (
-        not field.series.keys() & own.keys()
-        and shapes[0] == shapes[1]
-        and all(ours[name] == theirs[name] for name in ("base_parameters", "tokens"))
-        and bool(shared)
-        and all(orders[0][seed] == orders[1][seed] for seed in shared)
+OWN = ("lr", "min_lr", "routing_lr", "routing_min_lr")
+"""Training settings that every method may have of its own."""
+
+
+def _is_alike(known: Field, run: dict[str, Any], orders: dict[str, str]) -> bool:
+    """Whether ``run`` is of the same shape, on the same text, trained and judged in the same way,
+    and on the same batches in the seeds that both have."""
+    configs, summaries = (
+        (known.run["config"], run["config"]),
+        (known.run["summary"], run["summary"]),
     )
+    settings = [
+        {k: v for k, v in config["train"].items() if k not in (*OWN, *MAY_CHANGE, *_swept(config))}
+        for config in configs
+    ]
+    both = settings[0].keys() & settings[1].keys()
+    return (
+        all(configs[0]["data"].get(name) == configs[1]["data"].get(name) for name in TEXT)
+        and configs[0]["preset"]["model"] == configs[1]["preset"]["model"]
+        and summaries[0]["base_parameters"] == summaries[1]["base_parameters"]
+        and summaries[0]["tokens"] == summaries[1]["tokens"]
+        and all(settings[0][name] == settings[1][name] for name in both)
+        and all(known.orders.get(seed, order) == order for seed, order in orders.items())
+    )
+
+
+def _swept(config: dict[str, Any]) -> list[str]:
+    return [config["sweep"]["name"]] if config.get("sweep") else []
+
+
+def _is_beside(known: Field, orders: dict[str, str], own: dict[str, dict[str, Any]]) -> bool:
+    """Whether an alike run is of other methods, in seeds some of which the field has."""
+    return not known.series.keys() & own.keys() and bool(known.orders.keys() & orders.keys())
 
 
 def _continues(
@@ -118,13 +144,9 @@ def _continues(
     own: dict[str, dict[str, Any]],
     runs: Sequence[dict[str, Any]],
 ) -> bool:
-    """Whether ``run`` is more seeds of the field's methods: of the same shape, on the same text, at
-    the settings that were chosen for each in that of ``runs`` where it was trained first."""
-    ours, theirs = (r["summary"]["base_parameters"] for r in (field.run, run))
-    texts = [{name: text.get(name) for name in TEXT} for text in _of(field, run, "data")]
-    shapes = [preset["model"] for preset in _of(field, run, "preset")]
-    is_known = texts[0]["sha256"] is not None
-    if not is_known or ours != theirs or texts[0] != texts[1] or shapes[0] != shapes[1]:
+    """Whether an alike run is more seeds of the field's methods, at the settings that were chosen
+    for each in that of ``runs`` where it was trained first."""
+    if field.text["sha256"] is None:
         return False
     for method, series in own.items():
         known = field.series.get(method)
@@ -135,10 +157,6 @@ def _continues(
         if any(settings[0][name] != settings[1][name] for name in both):
             return False
     return True
-
-
-def _of(field: Field, run: dict[str, Any], name: str) -> list[Any]:
-    return [each["config"][name] for each in (field.run, run)]
 
 
 def _trained(run: dict[str, Any], method: str) -> dict[str, Any]:
@@ -175,12 +193,13 @@ def scores_of(series: dict[str, Any]) -> BySeed:
     }
 
 
-def _deep(measure: str) -> Callable[[dict[str, Any]], BySeed]:
-    """The mean of a site's measure over the last third of the layers."""
+def _of_sites(measure: str, start: float = DEEP) -> Callable[[dict[str, Any]], BySeed]:
+    """The mean of a site's measure over the layers from ``start`` on."""
 
     def by_seed(series: dict[str, Any]) -> BySeed:
         trace = series["trace"] or {"sites": [], "num_layers": 0}
-        deep = [n for n, s in enumerate(trace["sites"]) if s["layer"] >= DEEP * trace["num_layers"]]
+        least = start * trace["num_layers"]
+        deep = [n for n, site in enumerate(trace["sites"]) if site["layer"] >= least]
         values = {seed: [of[measure][n] for n in deep] for seed, of in series["by_seed"].items()}
         return {seed: statistics.fmean(v) for seed, v in values.items() if v and None not in v}
 
@@ -212,8 +231,12 @@ def _last_less_first(values: list[float]) -> float:
 MEASURES: dict[str, tuple[Callable[[dict[str, Any]], BySeed], str]] = {
     "loss": (losses_of, "validation loss, nats"),
     "score": (scores_of, "mean accuracy over eight tasks, points"),
-    "max weight": (_deep("max_weight"), "max weight in the last third of the layers"),
-    "normalised max weight": (_deep("normalised_max"), "the same, normalised by (max-1/S)/(1-1/S)"),
+    "max weight": (_of_sites("max_weight"), "max weight in the last third of the layers"),
+    "normalised max weight": (
+        _of_sites("normalised_max"),
+        "the same, normalised by (max-1/S)/(1-1/S)",
+    ),
+    "mean max weight": (_of_sites("max_weight", 0.0), "mean max weight of all sites"),
     "output growth": (
         _over_depth("output_rms", _last_less_first),
         "log of output rms, last third over first third of the sublayers",
@@ -249,6 +272,31 @@ def worth(field: Field, method: str, *, by_time: bool, law: dict[str, Any] | Non
     ends = logs["interval"] and [math.exp(end) for end in logs["interval"]]
     by_seed = {seed: math.exp(value) for seed, value in logs["by_seed"].items()}
     return {"mean": math.exp(logs["mean"]), "interval": ends, "by_seed": by_seed}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    grid: str
+    words: str
+    """What was compared, on what."""
+    statistics: dict[str, Any] | None
+    """Mean, interval and values by seed."""
+    null: float
+    """What it would be if there were nothing to it."""
+    diverged: Sequence[str] = ()
+    untold: str | None = None
+    """Why nothing can be said."""
+    also: dict[str, Any] | None = None
+    """The same by another law of training: a verdict is one that both give."""
+
+    @property
+    def number(self) -> str:
+        if self.statistics is None:
+            return ""
+        form = "{:.2f}x" if self.null else "{:+.4f}"
+        ends = self.statistics["interval"]
+        words = form.format(self.statistics["mean"])
+        return words if ends is None else f"{words} [{', '.join(map(form.format, ends))}]"
 
 
 def is_finetuned(field: Field) -> bool:

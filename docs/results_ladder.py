@@ -6,9 +6,17 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from results_data import table, wrapped
-from results_evidence import Outcome, on_white
-from results_fields import LEAST_SEEDS, Field, difference, fields, plan, short, worth
+from results_data import on_white, table, wrapped
+from results_fields import (
+    LEAST_SEEDS,
+    Field,
+    Outcome,
+    difference,
+    fields,
+    plan,
+    short,
+    worth,
+)
 
 from depthroute.diagnostics.figures import figures
 from depthroute.methods import BASELINE
@@ -63,6 +71,13 @@ def fitted(found: list[Field]) -> dict[str, Any]:
         ]
         summaries.append({"unit": field.run["summary"]["unit"], "tokens": tokens, "rows": rows})
     return ladder.fit(rungs, summaries)
+
+
+def own_law() -> dict[str, Any] | None:
+    """How standard's loss falls with compute on the ladder; None before that is known."""
+    found = sizes()
+    law = fitted(found)["law"] if len(found) > 1 else None
+    return law if law and law["source"].startswith("fitted") else None
 
 
 def section() -> str:

@@ -1,14 +1,12 @@
 """The evidence page: what a verdict is, and that it says what the runs say."""
 
 import json
-import math
 import re
 import shutil
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from tests.evidence import METHODS, ROOT, empty_results, of_text, put
 from tests.runs import write_ladder, write_run, write_sweep
 
 from bench import evidence as distilling
@@ -19,33 +17,15 @@ from depthroute.runs.directory import RunDirectory
 from depthroute.runs.inference import Law
 from depthroute.runs.summary import over_seeds, summarise
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "docs"))
-
-import generate_evidence as generator  # noqa: E402
-import results_data  # noqa: E402
-import results_evidence as evidence  # noqa: E402
-import results_ladder as climbing  # noqa: E402
-
-METHODS = ("standard", "delta", "attnres-full")
+import generate_evidence as generator  # isort: skip
+import results_data  # isort: skip
+import results_evidence as evidence  # isort: skip
 
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A folder of data files, empty; what is put there is what the page is made of."""
-    folder = tmp_path / "results"
-    folder.mkdir()
-    monkeypatch.setattr(results_data, "RESULTS", folder)
-    results_data.load.cache_clear()
-    yield folder
-    results_data.load.cache_clear()
-
-
-def put(folder, grid, *runs):
-    data = distilling.distil(list(runs))
-    (folder / f"evidence_{grid}.json").write_text(json.dumps(data))
-    results_data.load.cache_clear()
-    return data
+    with empty_results(tmp_path, monkeypatch) as folder:
+        yield folder
 
 
 def outcome(*values, null=0.0, diverged=()):
@@ -208,6 +188,109 @@ def test_a_grid_asks_for_the_seeds_that_its_methods_lack(results, tmp_path):
     assert not any("2-2" in command for command in evidence._missing(grid, [field]))
 
 
+def test_what_a_difference_is_worth_is_judged_where_two_laws_agree(results, tmp_path, monkeypatch):
+    run = of_text(write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2)))
+    config = json.loads((run / "config.json").read_text())
+    config["data"]["unit"] = "token"  # whose losses have a published law
+    (run / "config.json").write_text(json.dumps(config))
+    put(results, "a", run)
+    claim = {"methods": ["delta", "standard"], "grids": ["a"], "measure": "speed-up"}
+    (alone,) = evidence.outcomes(claim)
+    assert evidence.verdict(alone, "higher") == "no verdict: no law of this text is known yet"
+    own = {"floor": 0.0, "exponent": 0.2, "source": "fitted"}
+    monkeypatch.setattr(evidence, "own_law", lambda: own)
+    (both,) = evidence.outcomes(claim)
+    assert both.statistics["mean"] != both.also["mean"]
+    assert both.also == alone.statistics
+    higher = {"mean": 1.2, "interval": [1.1, 1.3], "by_seed": dict.fromkeys("012", 1.2)}
+    unsure = higher | {"interval": [0.9, 1.5]}
+    lower = higher | {"interval": [0.7, 0.9]}
+    for one, other, expected in (
+        (higher, higher | {"interval": [1.01, 1.02]}, "confirmed"),
+        (higher, unsure, "not confirmed"),
+        (lower, higher, "not confirmed"),
+        (lower, lower, "contradicted"),
+        (higher, higher | {"by_seed": {}}, "not confirmed"),
+    ):
+        judged = evidence.Outcome("a", "", one, 1.0, also=other)
+        assert evidence.verdict(judged, "higher", [1.25]) == expected
+    claim["measure"] = "speed-up by time"
+    data = results_data.load("evidence_a")
+    for series in data["series"]:
+        series["row"]["relative_speed"] = None
+    (timeless,) = evidence.outcomes(claim)
+    assert evidence.verdict(timeless, "higher") == "no verdict: its speed was not measured"
+
+
+def test_a_method_that_diverged_is_not_summed_up_and_says_so_beside_its_losses(results, tmp_path):
+    data = put(results, "a", of_text(write_run(tmp_path / "run", METHODS, seeds=(0, 1, 2))))
+    assert "delta (" in evidence.in_short()
+    for series in data["series"]:
+        if series["method"] == "delta":
+            series["row"]["diverged"] = [{"seed": 3, "step": 7}]
+    (results / "evidence_a.json").write_text(json.dumps(data))
+    results_data.load.cache_clear()
+    assert "delta (" not in evidence.in_short() and "attnres-full (" in evidence.in_short()
+    rows = [row for row in evidence.grids().splitlines() if "diverged in seed 3" in row]
+    assert len(rows) == 1 and re.match(r"\| delta \| \d\.\d+, .*, diverged in seed 3 \|", rows[0])
+
+
+def test_methods_that_were_not_tuned_are_not_said_to_be(results, tmp_path):
+    def tuned():
+        (field,) = evidence.fields("a")
+        return evidence._all_tuned(field)
+
+    sweep = write_sweep(tmp_path / "sweep", ("standard", "delta"))
+    put(results, "a", sweep)
+    assert tuned()
+    orders = dict.fromkeys("01", "same")
+    data = put(results, "a", sweep, write_run(tmp_path / "run", ("attnres-full",), steps=10))
+    for run in data["runs"]:
+        run["summary"] |= {"data_order": orders, "base_parameters": 1000}
+    (results / "evidence_a.json").write_text(json.dumps(data))
+    results_data.load.cache_clear()
+    (field,) = evidence.fields("a")
+    assert set(field.series) == set(METHODS) and not tuned()
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("train", {"optimizer": "muon"}),
+        ("train", {"weight_decay": 0.5}),
+        ("train", {"precision": "bf16"}),
+        ("train", {"validation_sequences": 1}),
+        ("data", {"sha256": "2"}),
+        ("data", {"validation_sha256": "2"}),
+        ("data", {"tokenizer": {"name": "bytes"}}),
+    ],
+)
+def test_runs_that_were_trained_or_judged_otherwise_are_not_set_beside_each_other(
+    results, tmp_path, part, change
+):
+    one = batched(tmp_path / "one", ("standard",), 1)
+    other = batched(tmp_path / "other", ("delta",), 1)
+    put(results, "a", one, other)
+    assert len(evidence.fields("a")) == 1
+    for path, values in ((one, dict.fromkeys(change)), (other, change)):
+        config = json.loads((path / "config.json").read_text())
+        config[part] |= values
+        (path / "config.json").write_text(json.dumps(config))
+    put(results, "a", one, other)
+    assert len(evidence.fields("a")) == 2
+
+
+def test_seeds_that_saw_other_batches_do_not_continue_a_field(results, tmp_path):
+    first = of_text(batched(tmp_path / "first", ("standard", "delta"), 1))
+    more = of_text(batched(tmp_path / "more", ("standard",), 2, seeds=(3, 4)))
+    again = of_text(batched(tmp_path / "again", ("delta",), 3, seeds=(3, 4)))
+    put(results, "a", first, more, again)
+    joined, apart = evidence.fields("a")
+    assert len(joined.series["standard"]["row"]["validation_loss"]["by_seed"]) == 5
+    assert len(joined.series["delta"]["row"]["validation_loss"]["by_seed"]) == 3
+    assert apart.series.keys() == {"delta"}
+
+
 def test_two_seeds_are_shown_and_not_judged(results, tmp_path):
     put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
     rows = [row for row in evidence.claims().splitlines() if "delta less standard" in row]
@@ -285,15 +368,6 @@ def test_runs_are_added_to_what_a_data_file_has(results, tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(DepthrouteError, match=r"other.json' is no evidence"):
         put(results, "a", tmp_path / "other.json", two)
-
-
-def of_text(path, sha256="a text", **train):
-    """The run of ``path``, said to be of that text and trained with other settings."""
-    config = json.loads((path / "config.json").read_text())
-    config["data"]["sha256"] = sha256
-    config["train"] |= train
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def test_more_seeds_join_what_a_sweep_chose(results, tmp_path):
@@ -464,115 +538,6 @@ def test_a_run_without_one_whole_seed_is_no_evidence(tmp_path):
     (tmp_path / "less" / "metrics.jsonl").write_text("".join(half))
     with pytest.raises(DepthrouteError, match="no seed with all methods at step 40, only at step"):
         distilling.distil([tmp_path / "less"])
-
-
-def sized(path, width, *, worse=0.0, methods=METHODS, seeds=(0, 1, 2)):
-    """A run whose model has a size."""
-    write_run(path, methods, seeds=seeds, worse=worse)
-    model = {"num_hidden_layers": 6, "vocab_size": 16, "hidden_size": width}
-    model["tie_word_embeddings"] = True
-    config = json.loads((path / "config.json").read_text())
-    text = {"name": "words", "sha256": "1", "unit": "token"}
-    config |= {"preset": {"name": "tiny", "model": model}, "data": text}
-    (path / "config.json").write_text(json.dumps(config))
-    records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    for record in records:
-        if record["event"] == "start":
-            record["parameters"] += 100 * width
-    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return path
-
-
-def test_grids_of_several_sizes_are_a_ladder(results, tmp_path):
-    put(results, "a", sized(tmp_path / "small", 8, worse=1.0))
-    assert climbing.WAITS in climbing.section() and climbing.pictures() == {}
-    put(results, "b", sized(tmp_path / "large", 24, worse=0.5))
-    found = climbing.sizes()
-    assert [field.grid for field in found] == ["a", "b"]
-    fitted = climbing.fitted(found)
-    tokens = found[0].run["summary"]["tokens"]
-    for rung, width in zip(fitted["rungs"], (8, 24), strict=True):
-        without = 1000 + 100 * width - 16 * width
-        assert (rung["parameters"], rung["tokens"]) == (without, tokens)
-        assert rung["flops"] == 6 * (without + 16 * width) * tokens
-    small, large = (field.series["standard"]["row"]["validation_loss"] for field in found)
-    law = Law(**fitted["law"])
-    times = fitted["rungs"][1]["flops"] / fitted["rungs"][0]["flops"]
-    assert law.floor == 1.6  # two sizes do not say it
-    assert law.speed_up(small["mean"], large["mean"]) == pytest.approx(times)
-    page = climbing.section()
-    for field in found:
-        against = evidence.difference(field, "delta", "standard")
-        assert evidence.Outcome("a", "", against, 0.0).number in page
-        ups = [
-            evidence.worth(field, "delta", by_time=False, law=law) for law in (None, fitted["law"])
-        ]
-        own, ours = (evidence.Outcome("a", "", up, 1.0).number for up in ups)
-        assert own != ours and ours in page and own not in page
-    ups = [point["speed_up"]["by_loss"] for point in fitted["methods"]["delta"]["points"]]
-    trend = (ups[1] / ups[0]) ** (1 / math.log10(times))
-    row = next(line for line in page.splitlines() if line.startswith("| delta |"))
-    assert row.endswith(f"| {trend:.2f}x |")
-    (drawn,) = climbing.pictures().values()
-    words = " ".join(ElementTree.fromstring(drawn).itertext())
-    assert all(method in words for method in METHODS)
-
-
-def test_a_ladder_has_methods_with_seeds_enough_and_one_text(results, tmp_path):
-    put(results, "a", sized(tmp_path / "small", 8, worse=1.0))
-    few = sized(tmp_path / "few", 24, methods=("standard", "delta"), seeds=(0, 1))
-    put(results, "b", few)
-    assert [field.grid for field in climbing.sizes()] == ["a"]
-    put(results, "b", sized(tmp_path / "large", 24, methods=("standard", "delta")))
-    rows = [line.split(" | ") for line in climbing.section().splitlines()]
-    (lonely,) = (row for row in rows if row[0] == "| attnres-full")
-    assert lonely[3:] == ["-", "-", "- |"]
-    config = tmp_path / "large" / "config.json"
-    config.write_text(config.read_text().replace('"sha256": "1"', '"sha256": "2"'))
-    put(results, "b", tmp_path / "large")
-    assert [field.grid for field in climbing.sizes()] == ["a"]
-
-
-def test_a_ladder_has_every_size_once_in_order_on_one_text_with_one_optimiser(results, tmp_path):
-    put(results, "a", sized(tmp_path / "large", 24))
-    put(results, "b", sized(tmp_path / "small", 8, worse=1.0))
-    assert [field.grid for field in climbing.sizes()] == ["b", "a"]
-
-    def again(**changes):
-        config = tmp_path / "small" / "config.json"
-        before = json.loads(config.read_text())
-        config.write_text(json.dumps(before | {k: before[k] | v for k, v in changes.items()}))
-        put(results, "b", tmp_path / "small")
-        config.write_text(json.dumps(before))
-        return [field.grid for field in climbing.sizes()]
-
-    assert again(train={"optimizer": "muon"}) == again(data={"sha256": None}) == ["a"]
-    for name in ("sha256", "validation_sha256", "tokenizer"):
-        assert again(data={name: "2"}) == ["a"], name
-    put(results, "b", sized(tmp_path / "same", 24))
-    with pytest.raises(ValueError, match=r"grids a and b both have 3.02K.*every size once"):
-        climbing.sizes()
-
-
-def test_a_ladder_shows_no_method_that_diverged(results, tmp_path):
-    put(results, "a", sized(tmp_path / "small", 8, worse=1.0))
-    data = put(results, "b", sized(tmp_path / "large", 24))
-    for series in data["series"]:
-        if series["method"] == "delta":
-            series["row"]["diverged"] = [{"seed": 2, "step": 7}]
-    (results / "evidence_b.json").write_text(json.dumps(data))
-    results_data.load.cache_clear()
-    rows = [line.split(" | ") for line in climbing.section().splitlines()]
-    (lost,) = (row for row in rows if row[0] == "| delta")
-    assert lost[1] != "-" and lost[3:] == ["-", "-", "- |"]
-
-
-def test_compute_is_said_in_flops(results, tmp_path):
-    for grid, width in (("a", 8), ("b", 24)):
-        put(results, grid, sized(tmp_path / grid, width))
-    flops = [f"{rung['flops']:.2g}" for rung in climbing.fitted(climbing.sizes())["rungs"]]
-    assert all(f"at {each} FLOPs" in climbing.section() for each in flops)
-    assert f"{1.34e15:.2g}" == "1.3e+15"
 
 
 def test_a_size_says_what_it_was_trained_with(results, tmp_path):
