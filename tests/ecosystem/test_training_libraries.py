@@ -95,6 +95,16 @@ def test_hugging_face_trainer_with_routing_groups(tmp_path, checkpointing):
     assert_loads_equal(tmp_path / f"checkpoint-{STEPS}", model)
 
 
+def test_hugging_face_trainer_smooths_labels_of_the_next_token(tmp_path):
+    """It shifts them for classes that it knows by name."""
+    plain = plain_model()
+    routed = dr.convert(plain, dr.RoutingConfig("standard"))
+    batch = {"input_ids": tokens(), "labels": tokens()}
+    options = TrainingArguments(**arguments(tmp_path, label_smoothing_factor=0.1))
+    losses = [Trainer(model, options).compute_loss(model, dict(batch)) for model in (plain, routed)]
+    assert torch.equal(*losses)
+
+
 def test_hugging_face_trainer_resumes_from_its_checkpoint(tmp_path):
     options = arguments(tmp_path, max_steps=STEPS, save_steps=STEPS // 2)
     straight = Trainer(

@@ -1,5 +1,7 @@
 """A generation asks the routing for its parameters once, and a compiled call takes them as one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import GenerationMixin, StaticCache
@@ -103,13 +105,43 @@ def test_a_compiled_call_takes_one_tensor_for_all_sites_and_guards_no_field_of_t
     assert not any("query" in name for name in fewer)
 
 
-def test_a_graph_takes_the_rows_of_another_plan():
-    """Constants of one graph are none of another's, in one process and after each other."""
+PLANS = [
+    (dr.RoutingConfig("delta", num_blocks=1), dr.RoutingConfig("delta", num_blocks=2)),
+    (dr.RoutingConfig("attnres", block_size=4), dr.RoutingConfig("attnres", block_size=5)),
+    (dr.RoutingConfig("delta"), dr.RoutingConfig("delta", sources="cumulative")),
+    (dr.RoutingConfig("standard"), dr.RoutingConfig("x0_skip", init="paper")),
+    (
+        dr.RoutingConfig("depth_attention", stride=1, init="paper"),
+        dr.RoutingConfig("depth_attention", stride=2, init="paper"),
+    ),
+]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("plans", [*PLANS, *(pair[::-1] for pair in PLANS)], ids=str)
+def test_a_graph_takes_the_rows_of_another_plan(plans, is_held):
+    """Constants of one graph are none of another's, in one process and after each other: models of
+    a family share their code, whatever their modules are."""
+    torch._dynamo.reset()
     found = []
-    for blocks in (1, 2):
-        model = disturb_routing(routed_model(dr.RoutingConfig("delta", num_blocks=blocks)))
+    for routing in plans:
+        model = routed_model(routing, layers=6, amount=1.0).eval()
         call = torch.compile(model, backend="eager", fullgraph=True)
-        with torch.no_grad():
-            found.append(call(prompt()).logits)
-            torch.testing.assert_close(found[-1], model(prompt()).logits)
+        with torch.no_grad(), model.sites.holding(model.dtype) if is_held else nullcontext():
+            found.append(call(prompt(), use_cache=False).logits)
+            torch.testing.assert_close(found[-1], model(prompt(), use_cache=False).logits)
     assert not torch.equal(*found)
+
+
+def test_calls_that_overlap_hold_until_the_last_of_them_ends():
+    model = routed_model(METHODS["delta block"])
+    first, second = model.sites.holding(model.dtype), model.sites.holding(model.dtype)
+    with first:
+        held = model.sites.held
+        second.__enter__()
+    assert model.sites.held is held is not None
+    second.__exit__(None, None, None)
+    assert model.sites.held is None
+    before = model(prompt()).logits
+    disturb_routing(model)
+    assert not torch.equal(before, model(prompt()).logits)

@@ -245,6 +245,25 @@ def test_a_hook_inside_a_layer_is_called_and_said_once(caplog):
     assert counter.frame_count == graphs and len(calls) == 3
 
 
+def test_recorded_outputs_are_recorded_and_leave_the_regions_compiled(caplog):
+    """Transformers leaves its hooks on the modules that it records of."""
+    model = routed_model("delta block", layers=3).train()
+    expected = step(model)
+    counter = compiled(model)
+    check_same(step(model), expected)
+    before = counter.frame_count
+    seen = model(tokens(), use_cache=False, output_hidden_states=True, output_attentions=True)
+    assert len(seen.hidden_states) == 4
+    plain = routed_model("delta block", layers=3)(tokens(), output_hidden_states=True)
+    torch.testing.assert_close(seen.hidden_states, plain.hidden_states)
+    regions, calls = model.model.layers[1].regions, []
+    original = regions.call
+    regions.call = lambda *args: calls.append(1) or original(*args)
+    check_same(step(model), expected)
+    assert calls and counter.frame_count == before
+    assert not [record for record in caplog.records if record.name == "depthroute"]
+
+
 def test_a_hook_on_a_layer_edits_the_stream_between_regions():
     model = routed_model("standard", layers=3).train()
     model.model.layers[1].register_forward_hook(lambda layer, args, h: 2 * h)

@@ -171,7 +171,7 @@ print(stream.read(sites.at(1))[0].unique().item())
 try:
     depthroute.convert
 except ImportError as error:
-    print(error.name)
+    print(error.name.partition('.')[0])
 """
     )
     assert out.split() == ["3.0", "transformers"]

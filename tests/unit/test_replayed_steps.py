@@ -182,6 +182,36 @@ def test_a_hook_in_place_of_another_is_noticed():
     assert hooks.have_changed()
 
 
+def test_a_hook_that_records_outputs_for_whoever_asks_is_none_of_a_steps():
+    """Transformers leaves it where it is."""
+    model = build().eval()
+    hooks = Hooks(model)
+    model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True, output_attentions=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert not hooks.have_changed()
+
+
+def test_which_parameters_are_trained_may_change_between_replayed_steps(make):
+    """Their number stays the same."""
+    found = []
+    for is_replayed in (True, False):
+        trainer = make(replays.settings(), replays=is_replayed)
+        layers = trainer.inner.model.layers
+        one, other = (layers[n].mlp.down_proj.weight for n in (0, 1))
+        other.requires_grad_(False)
+        for step in range(6):
+            trainer.take_step(words().batch(step, 0))
+        one.requires_grad_(False), other.requires_grad_(True)
+        before = one.detach().clone(), other.detach().clone()
+        for step in range(6, 9):
+            trainer.take_step(words().batch(step, 0))
+        assert trainer.is_replayed is is_replayed
+        assert torch.equal(one, before[0]) and not torch.equal(other, before[1])
+        found.append([p.detach().clone() for p in trainer.inner.parameters()])
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
 def test_the_end_of_a_plain_step_reads_its_device_once(monkeypatch):
     """Whatever is read is waited for."""
     trainer = Trainer(build(), SETTINGS)

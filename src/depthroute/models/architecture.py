@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from depthroute.errors import ConfigError
+from depthroute.models.recording import is_recorder, is_recording
 
 
 @dataclass(frozen=True)
@@ -122,11 +123,14 @@ def is_as_its_class(module: nn.Module) -> bool:
     """Whether calling ``module`` runs its class's forward and nothing else.
 
     Hooks want the call, and whoever replaced ``forward`` on the instance (as accelerate does to
-    fetch offloaded weights) wants theirs.
+    fetch offloaded weights) wants theirs. What transformers has left to record outputs with wants
+    nothing while none are recorded.
     """
-    watched = module._forward_hooks or module._forward_pre_hooks
-    watched = watched or module._backward_hooks or module._backward_pre_hooks
-    return not watched and "forward" not in module.__dict__
+    watched = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    if watched or "forward" in module.__dict__:
+        return False
+    hooks = module._forward_hooks
+    return not hooks or (all(map(is_recorder, hooks.values())) and not is_recording())
 
 
 @cache

@@ -17,14 +17,17 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING,
+)
 
 from depthroute.models.adoption import routed_class
 from depthroute.models.architecture import ARCHITECTURES, Architecture
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.depth_attention import LateNorm
 from depthroute.models.model import RoutedCausalLM, RoutedDecoder, RoutedHead
+from depthroute.models.recording import share_table
 from depthroute.models.routed import RoutedLayer
 
 
@@ -65,6 +68,8 @@ def routed_family(architecture: Architecture) -> Family:
     causal = getattr(transformers, architecture.causal_lm)
     causal_lm = made(causal, RoutedCausalLM, AutoModelForCausalLM)
     causal_lm.base_model_prefix = decoder.base_model_prefix  # llama4's own names none of its parts
+    # by its name transformers' Trainer knows that labels are to be shifted, when it smooths them
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"depthroute_{base.model_type}"] = causal_lm.__name__
     known = [auto for auto in HEADS if base in auto._model_mapping]
     others = [made(auto._model_mapping[base], RoutedHead, auto) for auto in known]
     for cls in (causal_lm, *others):
@@ -78,9 +83,7 @@ def routed_family(architecture: Architecture) -> Family:
 def _model_class(base: Any, mixin: Any, architecture: Architecture, config: Any) -> Any:
     cls = routed_class(base, mixin)
     cls.architecture, cls.config_class = architecture, config
-    # transformers notes what it can record when it builds a model, and adopted ones are not built;
-    # from 5.23 on its table is indexed by models, of which there is none yet
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), base._can_record_outputs)
+    share_table(cls, base)
     return cls
 
 

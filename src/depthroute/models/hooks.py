@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.modules import module
 
 from depthroute.errors import DepthrouteError
+from depthroute.models.recording import is_recorder, is_recording
 from depthroute.models.state import LayerState
 
 PLACING = ("torch.distributed", "torch.utils", "accelerate", "deepspeed")
@@ -43,6 +44,8 @@ class StateHook:
         return hook if places else cls(hook, with_kwargs)
 
     def __call__(self, layer: Any, args: tuple[Any, ...], *rest: Any) -> LayerState | None:
+        if is_recorder(self.hook) and not is_recording():
+            return None
         *kwargs, state = rest
         args = tuple(a.stream.value if isinstance(a, LayerState) else a for a in args)
         if not isinstance(state, LayerState):  # another module's, or of a layer that was skipped

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from depthroute.models.architecture import is_as_its_class
+from depthroute.models.recording import is_recording
 from depthroute.ops.private.regions import compiled_alone
 
 logger = logging.getLogger("depthroute")
@@ -46,7 +47,9 @@ class Regions:
 
     def sees_all_of(self, layer: nn.Module) -> bool:
         """Whether nothing but the classes' own code runs in ``layer``: a graph does not notice
-        hooks that come after it."""
+        hooks that come after it, nor is anything recorded in one."""
+        if is_recording():
+            return False
         waiting = [*layer._modules.values()]
         for module in waiting:  # which grows; every layer pays for this at every call
             if module is None:

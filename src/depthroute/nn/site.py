@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -28,6 +30,8 @@ STREAM_FACTOR = 0.01
 STREAM_OWN, STREAM_APART = 7 / 4, -8.0
 """How a place of mHC starts: what its own stream is added of an output, more than the others, or
 they would be alike and their gradients too; and the logit of mixing one stream into another."""
+
+_HOLDING = threading.Lock()
 
 LONGEST_WINDOW = 4
 """Reads that are mixed together ahead of the first: so many more activations are held."""
@@ -377,10 +381,11 @@ class Sites(nn.Module):
 
     def __init__(self, plan: Plan, width: int) -> None:
         super().__init__()
-        self.plan = plan
+        self._read_as(plan)
         self.width = width
         self.observer: Observer | None = None
         self.held = None  # here too, or a graph would notice when it is first set
+        self._holders = 0
         mixes_values, is_closed = plan.values == "numbers", plan.init == "gate"
         gate_start = 0.0 if is_closed else 0.5 if mixes_values else float(plan.learned)
         value_start = 1.0 - gate_start if mixes_values else None
@@ -411,8 +416,9 @@ class Sites(nn.Module):
         what the part of a model holds that runs there."""
         part = Sites.__new__(Sites)
         nn.Module.__init__(part)
-        part.plan, part.width, part.observer = plan, self.width, self.observer
-        part.held = None
+        part._read_as(plan)
+        part.width, part.observer = self.width, self.observer
+        part.held, part._holders = None, 0
         part._by_index = {i: key for i, key in self._by_index.items() if i in places}
         part._names = {
             name: key for name, key in self._names.items() if key in part._by_index.values()
@@ -421,11 +427,16 @@ class Sites(nn.Module):
             part.add_module(key, self._modules[key])
         return part
 
+    def _read_as(self, plan: Plan) -> None:
+        self.plan = plan
+        self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+        """What a graph guards in place of the plan: models of other plans run the same code."""
+
     def forward(self, embedding: Tensor | None = None) -> Routing:
         """``embedding`` is not looked at: PEFT's wrapper of a module wants to hand one on."""
         plan = self.plan
         if torch.compiler.is_compiling():
-            plan = Plan(*self._constant_fields())
+            plan = Plan(*self._constant_fields(self.digest))
         if self.held is not None:
             return Routing(plan, self._held_sites(plan, self.held), self.observer)
         places = range(len(plan.places))
@@ -447,22 +458,31 @@ class Sites(nn.Module):
     def holding(self, dtype: torch.dtype) -> Iterator[None]:
         """For many forwards between which no parameter changes, over sources of ``dtype``: sites
         are called and gains folded once, and a compiled call takes one tensor in place of all."""
-        before = self.held
-        with torch.no_grad():
-            routing = self().folded(dtype)
-        sites = [site for site in routing.sites if site is not None]
-        if sites and all(site.is_folded for site in sites):
-            self.held = torch.stack([query for site in sites for query in site.queries])
+        with _HOLDING:
+            if self._holders == 0:
+                self.held = self._folded(dtype)
+            self._holders += 1
         try:
             yield
         finally:
-            self.held = before
+            with _HOLDING:  # calls in several threads end in any order
+                self._holders -= 1
+                if self._holders == 0:
+                    self.held = None
+
+    @torch.no_grad()
+    def _folded(self, dtype: torch.dtype) -> Tensor | None:
+        """All queries with their gains in them; None where they are no one tensor."""
+        sites = [site for site in self().folded(dtype).sites if site is not None]
+        if not sites or not all(site.is_folded for site in sites):
+            return None
+        return torch.stack([query for site in sites for query in site.queries])
 
     @is_constant
-    def _constant_fields(self) -> tuple[Any, ...]:
-        """Of the plan, for a graph that is traced. Fields of the plan and of its rows would be
-        guarded one by one, which a compiled call pays for every time; these are copies, which a
-        graph takes as they are."""
+    def _constant_fields(self, digest: str) -> tuple[Any, ...]:
+        """Of the plan with that digest, for a graph that is traced. Fields of the plan and of its
+        rows would be guarded one by one, which a compiled call pays for every time; these are
+        copies, which a graph takes as they are, and only the digest is guarded."""
         values = (getattr(self.plan, field.name) for field in fields(self.plan) if field.init)
         return tuple(
             tuple(map(replace, value)) if value in (self.plan.places, self.plan.depth) else value

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
+from depthroute.models.recording import is_recorder
 from depthroute.train.verdict import Verdict
 
 WARM_UP = 3
@@ -159,7 +160,11 @@ class Hooks:
         """No two hooks of a process have the same."""
         if self._next != RemovableHandle.next_id:  # a tensor's first hook makes its table
             self._next, self._tables = RemovableHandle.next_id, list(self._found_tables())
-        return [tuple(table) for table in filter(None, self._tables)]
+        numbers = (
+            tuple(number for number, hook in table.items() if not is_recorder(hook))
+            for table in filter(None, self._tables)
+        )
+        return [*filter(None, numbers)]
 
     def _found_tables(self) -> Iterator[dict[int, Any]]:
         yield from (everyones._global_forward_hooks, everyones._global_forward_pre_hooks)
@@ -234,7 +239,8 @@ class StepGraphs:
 
     def _replay(self, part: Batch) -> None:
         trained = [p for p in self.parameters if p.requires_grad]
-        shapes = (*(x is not None and tuple(x.shape) for x in part), len(trained))
+        of_part = (x is not None and tuple(x.shape) for x in part)
+        shapes = (*of_part, *(p.requires_grad for p in self.parameters))
         is_first, key = self._replayed is None, (self._replayed, shapes)
         if key not in self._captured:
             self._captured[key] = self._capture(part, is_first=is_first)
