@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.text import Text
 
 from bench import __main__ as developers
 from bench import kernels, precompile
@@ -76,6 +77,37 @@ def test_operators_are_measured_beside_peers(bench, small_device, monkeypatch):
     beside = json.loads(out)
     assert [(row["who"], row["status"]) for row in beside["rows"]] == [("depthroute", "timed")]
     assert "liger: not measured" in err and beside["contenders"][0]["missing"]
+
+
+def test_a_table_shows_whole_figures_and_on_a_terminal_those_that_have_room(capsys, monkeypatch):
+    row = {"method": "attnres-block:num_blocks=8", "ms": 1234.567, "relative_speed": 0.977}
+    row |= {"tokens_per_second": 123456.0, "tflops": 0.0123, "mfu": 0.412, "peak_gb": 12.34}
+    row |= {"relative_speed_quartiles": [0.97, 0.98], "idle_ms": 1.25}
+    rows, columns = (
+        [row, {"method": "delta", "error": "out of memory " * 9}],
+        cli_bench.STEP_COLUMNS.split(),
+    )
+    figures = ("1234.567", "0.977x", "123,456", "0.0123", "41.2%", "12.34", "0.970-0.980", "1.25")
+    monkeypatch.setenv("COLUMNS", "80")
+    cli_bench.print_table(columns, "steps", rows)
+    everything = capsys.readouterr().out
+    assert all(figure in everything for figure in figures)
+    assert "delta: " + "out of memory " * 9 in everything + " "
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cli_bench.print_table(columns, "steps", rows)
+    narrow = capsys.readouterr().out
+    assert all(figure in narrow for figure in figures[:5]) and figures[-1] not in narrow
+    assert "…" not in everything + narrow
+    table = [line for line in narrow.splitlines() if not line.startswith("delta: ")]
+    assert all(len(Text.from_ansi(line).plain) <= 80 for line in table)
+
+
+def test_a_method_that_the_model_cannot_have_is_refused_before_another_is_timed(depthroute):
+    for command in ("step", "generate", "decode"):
+        methods = "standard,attnres-block:num_blocks=99"
+        status, out, err = depthroute("bench", command, *TINY, "--methods", methods)
+        assert status != 0 and "num_blocks=99 is more than the 4 sublayers" in err
+        assert "building" not in out + err
 
 
 def test_a_users_operators_are_checked_and_timed(depthroute, small_device, monkeypatch):

@@ -163,6 +163,24 @@ def test_users_have_the_kernels_of_their_own_loop_compiled(kernels):
     assert counted.kernels == len(made) and counted.seconds >= counted.waited > 0
 
 
+def test_hooks_are_shown_no_tensors_without_numbers_and_are_reckoned_with(kernels):
+    made, launched = kernels
+    model = from_config(family_config("llama"), RoutingConfig.named("delta-block"))
+    ids, seen = torch.zeros(2, 16, dtype=torch.int64), []
+    layer = model.model.layers[1]
+    layer.register_forward_hook(lambda module, args, h: seen.append(h))
+    layer.post_attention_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args))
+
+    def step(model):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    with ops.backend("triton"):
+        ops.compile_ahead(model, step).wait()
+        assert made and not seen
+        step(model)
+    assert seen and launched == set(made.values())
+
+
 @pytest.mark.parametrize("why", ["few cores", "a run that fails"])
 def test_what_cannot_be_known_ahead_costs_nothing_but_time(kernels, monkeypatch, caplog, why):
     model = from_config(family_config("llama"), RoutingConfig.named("delta-block"))

@@ -11,6 +11,7 @@ from transformers import (
 )
 
 import depthroute as dr
+from depthroute.models import attention
 from tests.support import METHODS, plain_model, routed_model, tokens
 
 TOLERANCE = 1e-5
@@ -342,8 +343,8 @@ def test_padding_does_not_leak_into_depth_attention_layers_beyond_the_first():
 def test_continuous_batching_answers_as_generate(name):
     """`generate_batch`, which is what `transformers serve` runs: prompts of several lengths at
     once through a paged cache."""
-    model = routed_model(name, layers=3).eval()
-    model.set_attn_implementation("sdpa")
+    model = attention.use(routed_model(name, layers=3).eval())
+    chosen = model.config._attn_implementation
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 6)]
     settings = GenerationConfig(
         max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
@@ -356,7 +357,7 @@ def test_continuous_batching_answers_as_generate(name):
         progress_bar=False,
     )
     found = [output.generated_tokens for output in outputs.values()]
-    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == chosen == attention.IMPLEMENTATION
     for prompt, answer in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         alone = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)

@@ -11,6 +11,7 @@ from depthroute.bench import step
 from depthroute.bench.record import Record
 from depthroute.config import RoutingConfig
 from depthroute.data.batches import IGNORED, Batch
+from depthroute.errors import DepthrouteError
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import DivergenceError, Trainer
 
@@ -48,6 +49,20 @@ def test_recomputing_activations_changes_no_loss(method):
 def test_a_compiled_model_takes_the_same_steps(method, backend, scope):
     compiled = curve(method, compile=backend, compile_scope=scope, steps=4, warmup_steps=0)
     assert compiled == pytest.approx(curve(method, steps=4, warmup_steps=0), rel=1e-5)
+
+
+def test_a_whole_model_that_torch_would_run_uncompiled_is_refused():
+    """Models of a kind share their code, and torch counts compilations by that."""
+    torch._dynamo.reset()
+    settings = replace(SETTINGS, compile="eager", compile_scope="whole")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        trainer = Trainer(build("delta"), settings)
+        trainer.take_step(words().batch(0, 0))
+        trainer.validate(words().validation_batches(4))
+        with pytest.raises(DepthrouteError, match=r"there are 2, torch's limit.*regions"):
+            Trainer(build("attnres"), settings).take_step(words().batch(0, 0))
+        trainer.take_step(words().batch(1, 0))
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -25,7 +26,6 @@ from depthroute.bench import accuracy, step, timing, turns
 from depthroute.bench.record import Record
 from depthroute.config import Method, RoutingConfig
 from depthroute.methods import BASELINE
-from depthroute.models.convert import revert
 
 COMPILER: dict[str, Any] = {"mode": "reduce-overhead", "fullgraph": True, "dynamic": False}
 WARM_CALLS = 2
@@ -49,7 +49,7 @@ class Generation:
         self.label, self.device, self.length = label, torch.device(settings.device), length
         model = step.build(settings, routing).eval()
         step.move_queries(model)
-        self.model = revert(model) if label == BASELINE else model
+        self.model = step.plain(model) if label == BASELINE else model
         shape = settings.batch_size, length.prompt
         self.prompt = torch.randint(0, self.model.config.vocab_size, shape, device=self.device)
         self.options: dict[str, Any] = {"disable_compile": settings.eager}
@@ -138,9 +138,10 @@ def run(
             steps,
             progress=record.progress,
         )
-        for group in turns.groups(methods, torch.device(each.device)):
-            for row in measured.rows(group):
-                finish({"batch_size": each.batch_size} | row, record, length)
+        with dynamo_config.patch(recompile_limit=step.RECOMPILE_LIMIT):  # a token's of each method
+            for group in turns.groups(methods, torch.device(each.device)):
+                for row in measured.rows(group):
+                    finish({"batch_size": each.batch_size} | row, record, length)
 
 
 def finish(row: dict[str, Any], record: Record, length: Length) -> None:

@@ -76,8 +76,9 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     try:
         files.write_named(path, f"{text}\n")
     except OSError as error:
+        advice = "" if isinstance(error, IsADirectoryError) else "; give a writable file"
         raise DepthrouteError(
-            f"cannot write --out {str(path)!r}: {files.reason(error)}; give a writable file"
+            f"cannot write --out {str(path)!r}: {files.reason(error)}{advice}"
         ) from error
 
 

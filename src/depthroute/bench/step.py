@@ -18,8 +18,10 @@ from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.methods import BASELINE
-from depthroute.models.convert import revert
+from depthroute.models.convert import revert, routed_config
+from depthroute.models.settings import make_config
 from depthroute.ops.private.ahead import tally
+from depthroute.presets import Preset
 from depthroute.train import trainer
 from depthroute.train.compiler import use_own_caches
 from depthroute.train.optim import MuonAndAdamW, build_optimizer
@@ -55,18 +57,29 @@ class Settings:
         return asdict(self)
 
 
-def build(settings: Settings, routing: RoutingConfig) -> Any:
-    """The preset's model, or a slice of it with fewer layers or a smaller vocabulary."""
+def shape(settings: Settings) -> Preset:
+    """The preset, or a slice of it with fewer layers or a smaller vocabulary."""
     preset = presets.get(settings.preset)
     changes: dict[str, Any] = {}
     if settings.layers:
         changes["num_hidden_layers"] = settings.layers
     if settings.vocab_size:
         changes["vocab_size"] = settings.vocab_size
-    preset = replace(preset, model=preset.model | changes)
+    return replace(preset, model=preset.model | changes)
+
+
+def build(settings: Settings, routing: RoutingConfig) -> Any:
     torch.manual_seed(0)
     dtype = getattr(torch, settings.dtype)
-    return presets.build(preset, routing, device=settings.device, dtype=dtype)
+    return presets.build(shape(settings), routing, device=settings.device, dtype=dtype)
+
+
+def check_methods(settings: Settings, methods: Sequence[Method]) -> None:
+    """Whether this model can have them all, before the first of them is built and timed."""
+    preset = shape(settings)
+    config = make_config(preset.model_type, preset.model)
+    for method in methods:
+        routed_config(config, method.routing)
 
 
 @torch.no_grad()

@@ -26,14 +26,14 @@ Shapes = Annotated[
     str, typer.Option(help="all, or SOURCESxWIDTH separated by commas, such as 5x1024,9x2048.")
 ]
 TOKENS_PER_STEP = 16_384
-OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac reason"
+OPERATOR_COLUMNS = "who S N D budget forward_ms forward_frac both_ms both_frac"
 STEP_COLUMNS = (
-    "method ms relative_speed relative_speed_quartiles paired idle_ms tokens_per_second tflops mfu "
-    "peak_gb relative_memory cold_s warmup_s compiled error"
+    "method ms relative_speed tokens_per_second tflops mfu peak_gb relative_memory "
+    "relative_speed_quartiles cold_s warmup_s idle_ms paired compiled"
 )
 GENERATE_COLUMNS = (
-    "batch_size method tokens_per_second relative_speed relative_speed_quartiles paired "
-    "ms_per_token prefill_ms budget graphs warmup_s error"
+    "batch_size method tokens_per_second relative_speed ms_per_token prefill_ms "
+    "relative_speed_quartiles warmup_s budget graphs paired"
 )
 HEADINGS = {
     "batch_size": ("batch", "{}"),
@@ -61,8 +61,6 @@ HEADINGS = {
     "ms_per_token": ("ms a token", "{:.3f}"),
     "cold_s": ("cold s", "{:.1f}"),
     "warmup_s": ("warm-up s", "{:.1f}"),
-    "reason": ("", "{}"),
-    "error": ("", "{}"),
 }
 """What the table calls a figure and how it writes it; any other goes by its own name, as it is."""
 
@@ -110,26 +108,51 @@ class OutputOptions:
         if self.as_json:
             print_json(record.values, indent=1)
         else:
-            shown = record.rows if rows is None else rows
-            PlainConsole(highlight=False).print(_table(columns.split(), title, shown))
+            print_table(columns.split(), title, record.rows if rows is None else rows)
         if record.values["failures"]:
             raise typer.Exit(1)
 
 
-def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:
-    """Without the columns that no row has a figure for."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+def print_table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> None:
+    """What rows have figures for, the most important first: on a terminal what has room, elsewhere
+    all of it. What failed is said below."""
+    console = PlainConsole(highlight=False)
     used = [name for name in columns if any(row.get(name) is not None for row in rows)]
-    for name in used:
-        table.add_column(HEADINGS.get(name, (name,))[0], no_wrap=name in ("method", "who"))
+    table = _table(used, title, rows)
+    while (needed := console.measure(table, options=_wide(console)).maximum) > console.width:
+        if not console.is_terminal:
+            console.width = needed
+        elif len(used) > 1:
+            table = _table(used := used[:-1], title, rows)
+        else:
+            break
+    console.print(table)
     for row in rows:
-        table.add_row(*(_cell(name, row.get(name)) for name in used))
+        for why in (row.get("error"), row.get("reason")):
+            if isinstance(why, str):  # of an operator it is how far off it is
+                who = row.get("method") or " ".join(
+                    str(row[n]) for n in ("who", "S", "D") if n in row
+                )
+                console.print(f"{who}: {why}", soft_wrap=True)
+
+
+def _wide(console: PlainConsole) -> Any:
+    return console.options.update(max_width=10_000)
+
+
+def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:
+    """Headings may take several lines, figures none but one."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        table.add_column("\n".join(HEADINGS.get(name, (name,))[0].split()), no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(name, row.get(name)) for name in columns))
     return table
 
 
 def _cell(name: str, value: Any) -> str:
-    heading, form = HEADINGS.get(name, (name, "{}"))
-    return form.format(value) if value is not None else "-" if heading else ""
+    _, form = HEADINGS.get(name, (name, "{}"))
+    return "-" if value is None else form.format(value)
 
 
 @dataclass(frozen=True)
@@ -207,7 +230,7 @@ class ModelOptions:
         longest = shape.model.get("max_position_embeddings", length)
         if length > longest:
             raise ConfigError(
-                f"--sequence-length {length} is above the {longest} positions of {self.preset}"
+                f"{length} tokens of a sequence are above the {longest} positions of {self.preset}"
             )
         if options.eager and options.whole:
             raise ConfigError("--whole says what is compiled and --eager that nothing is; give one")
@@ -278,6 +301,7 @@ def measure_step(
     from depthroute.bench import step as stepping
 
     settings, methods = model.settings("step", options), stepping.jobs(model.methods)
+    stepping.check_methods(settings, methods)
     about = settings.to_dict() | {"methods": model.methods, "steps": options.steps}
     record = output.record("step", **about)
     prepare(record, settings, [method.label for method in methods])
@@ -298,9 +322,10 @@ def decode(*, model: ModelOptions, output: OutputOptions) -> None:
 
     settings = model.settings("decode", StepOptions(1, sequence_length=64, eager=True))
     methods = stepping.jobs(model.methods)
+    stepping.check_methods(settings, methods)
     record = output.record("decode", **settings.to_dict(), methods=model.methods)
     decoding.run(record, settings, methods)
-    output.finish(record, "method ms relative_time cache_bytes error", f"one token, {model.preset}")
+    output.finish(record, "method ms relative_time cache_bytes", f"one token, {model.preset}")
 
 
 @dataclass(frozen=True)
@@ -334,6 +359,7 @@ def generate(*, model: ModelOptions, options: GenerateOptions, output: OutputOpt
         for batch in parse_whole_numbers("--batch-sizes", options.batch_sizes)
     ]
     methods = stepping.jobs(model.methods)
+    stepping.check_methods(settings[0], methods)
     record = output.record(
         "generate", **settings[0].to_dict() | vars(options), methods=model.methods
     )

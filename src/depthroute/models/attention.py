@@ -51,6 +51,19 @@ def use(model: Any) -> Any:
 
 
 @contextmanager
+def as_in_transformers(model: Any) -> Iterator[None]:
+    """With transformers' own ``sdpa``, of which alone it has a paged form."""
+    is_ours = model.config._attn_implementation == IMPLEMENTATION
+    if is_ours:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if is_ours:
+            model.set_attn_implementation(IMPLEMENTATION)
+
+
+@contextmanager
 def whole_sequences(are_whole: bool) -> Iterator[None]:
     """What the caller knows of this call: whether each row is one sequence from its start."""
     _call.are_whole = are_whole

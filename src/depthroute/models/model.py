@@ -289,6 +289,11 @@ class RoutedCausalLM(RoutedHead):
         with self.sites.holding(self.dtype):
             return super().generate(*args, **kwargs)  # pyright: ignore
 
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers: many prompts at a time, through a paged cache."""
+        with attention.as_in_transformers(self):
+            return super().generate_batch(*args, **kwargs)  # pyright: ignore
+
     def create_masks_for_generate(
         self, *, inputs_embeds: Tensor, attention_mask: Any, past_key_values: Any, **given: Any
     ) -> Any:

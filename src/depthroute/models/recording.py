@@ -24,5 +24,5 @@ def is_recorder(hook: Any) -> bool:
 
 
 def is_recording() -> bool:
-    """Whether this call was asked for hidden states, attentions or the like; any has a collector."""
+    """Whether this call was asked for hidden states, attentions or the like."""
     return bool(output_capturing._active_collector.get())

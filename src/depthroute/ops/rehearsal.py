@@ -73,8 +73,25 @@ def _run_without_numbers(model: nn.Module, run: Callable[[Any], Any], pool: ahea
     with mode, torch.compiler.set_stance("force_eager"):
         with FakeCopyMode(mode):
             fake = copy.deepcopy(model)
+        _silence_strangers(fake)
         with _Launches(pool):
             run(fake)
+
+
+def _silence_strangers(model: nn.Module) -> None:
+    """Whoever watches is not shown tensors without numbers; that somebody does is still seen."""
+    for module in model.modules():
+        for table in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in table.items():
+                is_ours = (getattr(hook, "__module__", None) or "").startswith("depthroute.")
+                if is_ours and hasattr(hook, "hook"):  # of what a layer shows its hooks
+                    hook.hook = _watch_nothing
+                elif not is_ours:
+                    table[key] = _watch_nothing
+
+
+def _watch_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 class _Launches(TorchDispatchMode):

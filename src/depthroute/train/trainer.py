@@ -21,6 +21,7 @@ from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.model import RoutedCausalLM, compile_regions, recompute_layers
 from depthroute.models.stand_ins import without_sublayers
 from depthroute.ops import compile_ahead, compile_options
+from depthroute.ops.private.regions import compile_whole
 from depthroute.parallel.spread import Spread
 from depthroute.parallel.world import SINGLE, World
 from depthroute.parallel.wrap import (
@@ -125,7 +126,7 @@ class Trainer:
             compile_regions(self.inner, backend, dynamic=False)
             return
         options = compile_options() if backend == "inductor" else None
-        self.model.compile(backend=backend, dynamic=False, options=options)
+        compile_whole(self.model, backend=backend, dynamic=False, options=options)
 
     def _graphs(self) -> StepGraphs | None:
         settings, reason = self.settings, None

@@ -58,6 +58,32 @@ def compiled_alone(name: str, function: Any, **options: Any) -> Callable[..., An
     return call
 
 
+def compile_whole(module: nn.Module, **options: Any) -> None:
+    """``module.compile``, with an error where torch would go on uncompiled: at its limit of graphs,
+    which all modules of a kind share."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    module.compile(**options)
+    if not IS_KNOWN:
+        return
+    compiled: Any = module._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with config.patch(fail_on_recompile_limit_hit=True):
+                return compiled(*args, **kwargs)
+        except FailOnRecompileLimitHit as error:
+            raise DepthrouteError(
+                f"a {type(module).__name__} compiled as a whole needs one more graph, and there "
+                f"are {config.recompile_limit}, torch's limit, of which every shape and each model "
+                "like it takes one; raise torch._dynamo.config.recompile_limit, or compile regions "
+                "instead (compile_scope='regions')"
+            ) from error
+
+    module._compiled_call_impl = call  # pyright: ignore
+
+
 def recomputing(backend: Any) -> Any:
     """``backend``; Inductor keeps less of a region for its backward.
 
