@@ -30,7 +30,10 @@ def backward(width, count, rows=None, heads=1, carried=False):
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 8, 16])
 def test_tiles_cover_a_row_of_any_width(heads):
-    for slice_width in (1, 2, 5, 24, 48, 100, 144, 288, 640, 1000, 1152, 2560, 5120, 8192):
+    for slice_width in (
+        *(1, 2, 5, 24, 48, 100, 144, 288, 640, 1000, 1152, 2560, 5120, 8192),
+        *(16384, 17000, 20480, 32768),
+    ):
         width = heads * slice_width
         for block in (
             layout.tiles(width, heads),

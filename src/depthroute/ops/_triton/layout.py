@@ -96,9 +96,8 @@ def resident_tiles(width: int, heads: int, holds_more: bool, num_backward: int =
     columns, count = (single, 1) if single < 3 * third else (third, 3)
     if columns * count * rows > WIDEST and (holds_more or heads > 1):
         return tiles(width, heads)
-    while columns > WIDEST:
-        columns, count = columns // 2, count * 2
-    return Tiles(rows, columns, count)
+    columns = min(columns, WIDEST)
+    return Tiles(rows, columns, -(-width // (heads * columns)))
 
 
 def _tiles_of_heads(width: int, heads: int) -> Tiles | None:
