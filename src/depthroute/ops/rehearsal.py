@@ -81,7 +81,8 @@ def _run_without_numbers(model: nn.Module, run: Callable[[Any], Any], pool: ahea
 def _silence_strangers(model: nn.Module) -> None:
     """Whoever watches is not shown tensors without numbers; that somebody does is still seen."""
     for module in model.modules():
-        for table in (module._forward_hooks, module._forward_pre_hooks):
+        tables: Any = (module._forward_hooks, module._forward_pre_hooks)
+        for table in tables:
             for key, hook in table.items():
                 is_ours = (getattr(hook, "__module__", None) or "").startswith("depthroute.")
                 if is_ours and hasattr(hook, "hook"):  # of what a layer shows its hooks

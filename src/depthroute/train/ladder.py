@@ -140,15 +140,14 @@ def _refuse_another(run: RunDirectory, config: dict[str, Any]) -> None:
     kind = run.read_json("config.json").get("kind")
     if kind != layout.KIND:
         raise ConfigError(f"{run.path} holds a {kind} and no ladder; give another --out")
-    known = {rung["name"]: rung for rung in layout.read_rungs(run.path)}
-    for rung in config["rungs"]:
-        old = known.get(rung["name"], rung)
+    wanted: dict[str, dict[str, Any]] = {rung["name"]: rung for rung in config["rungs"]}
+    for old in layout.read_rungs(run.path):
+        new = wanted.get(old["name"], old)
         for name in ("parameters", "tokens"):
-            if old[name] != rung[name]:
+            if old[name] != new[name]:
                 raise ConfigError(
-                    f"{run.path} was started with {old[name]:,} {name} at {rung['name']} and now "
-                    f"has {rung[name]:,}; resume with the same, or start a new ladder with another "
-                    "--out"
+                    f"{run.path} was started with {old[name]:,} {name} at {old['name']} and now has "
+                    f"{new[name]:,}; resume with the same, or start a new ladder with another --out"
                 )
 
 
