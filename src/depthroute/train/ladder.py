@@ -146,8 +146,9 @@ def _refuse_another(run: RunDirectory, config: dict[str, Any]) -> None:
         for name in ("parameters", "tokens"):
             if old[name] != new[name]:
                 raise ConfigError(
-                    f"{run.path} was started with {old[name]:,} {name} at {old['name']} and now has "
-                    f"{new[name]:,}; resume with the same, or start a new ladder with another --out"
+                    f"{run.path} was started with {old[name]:,} {name} at {old['name']} and now "
+                    f"has {new[name]:,}; resume with the same, or start a new ladder with another "
+                    "--out"
                 )
 
 
