@@ -64,7 +64,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     def backward():
         return ns.depth_mix_triton_backward.default(
             *grads, carried, [*sources, last], query, None, None, weight, y, None, stats,
-            1, False, False, 0.5, True, True, False, True, torch.bfloat16,
+            1, False, False, 0.5, True, True, False, False, True, torch.bfloat16,
         )  # fmt: skip
 
     heads = 4, 2, TOKENS, 64

@@ -160,7 +160,7 @@ def test_parts_of_a_gradient_are_their_sum_rounded_once(sources, width, dtype):
     def gradients(grads):
         dsources, dweights, _ = backward(
             rows[-1], grads, None, None, [], rows[:sources], query, None, None, weight, x, None,
-            stats, 1, False, 0, 1.0, False, False, False, False, None,
+            stats, 1, False, 0, 1.0, False, False, False, False, False, None,
         )  # fmt: skip
         return [*dsources, dweights]
 
