@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -24,7 +25,8 @@ from triton.runtime.jit import JITFunction
 from bench import kernels
 from depthroute import ops
 from depthroute.bench import accuracy
-from depthroute.ops._triton import attention_launch, dot_launch, layout, mix_launch, sinkhorn
+from depthroute.ops._triton import attention_launch, cross_entropy, dot_launch, layout, mix_launch
+from depthroute.ops._triton import sinkhorn as sinkhorn_launch
 from depthroute.ops._triton import static as static_launch
 from depthroute.ops.private import launcher
 from tests.kernels.hopper import HopperDriver, forget_compiled
@@ -63,9 +65,11 @@ def triton_without_a_gpu(monkeypatch):
 
 def forget() -> None:
     Noted.launched.clear()
-    layout._fill_table.cache_clear()
-    plans = mix_launch.forward_plan, mix_launch.backward_plan, attention_launch.plan
-    for plan in (*plans, static_launch._prepared, sinkhorn._prepared):
+    plans = [layout._fill_table, layout._sum_rows, attention_launch.plan]
+    plans += [mix_launch.forward_plan, mix_launch.backward_plan]
+    for module in (static_launch, sinkhorn_launch, cross_entropy):
+        plans.append(module._prepared)
+    for plan in plans:
         plan.cache_clear()
     forget_compiled()
 
@@ -307,6 +311,50 @@ def test_static_mixes_and_their_like_launch_what_triton_would(asked):
         static(**options)
     assert asked["by triton"] == before
     assert asked["launches"] >= 8 * len(STATIC)
+
+
+def mixed(count, **fractions):
+    sources = [torch.zeros(3, 96, requires_grad=True) for _ in range(count)]
+    given = sources, torch.zeros(96), torch.ones(96), sources[0] if count < 9 else None
+    ops.depth_mix(*given, backend="triton", **fractions).sum().backward()
+
+
+def attended(**fractions):
+    query = torch.zeros(1, 2, 3, 16, requires_grad=True)
+    given = query, [query] * 2, [query] * 2
+    ops.depth_attention_mix(*given, backend="triton", **fractions).sum().backward()
+
+
+def summed(**fractions):
+    given = [torch.zeros(3, 96)] * 2, torch.zeros(2), torch.zeros(3, 96)
+    ops.static_mix(*given, backend="triton", **fractions)
+
+
+def lost(**fractions):
+    given = torch.zeros(3, 16), torch.zeros(64, 16), torch.zeros(3, dtype=torch.int64)
+    ops.linear_cross_entropy(*given, backend="triton", **fractions)
+
+
+@with_known_triton
+@pytest.mark.parametrize(
+    ("run", "whole", "fraction"),
+    [
+        (partial(mixed, 2), {"scale": 1, "eps": 0}, {"scale": 2.0, "eps": 1e-6}),
+        (partial(mixed, 20), {"scale": 1, "eps": 0}, {"scale": 2.0, "eps": 1e-6}),
+        (attended, {"scaling": 1}, {"scaling": 0.25}),
+        (summed, {"scale": 1}, {"scale": 2.0}),
+        (lost, {"scale": 1, "softcap": 30}, {"scale": 0.5, "softcap": 29.5}),
+    ],
+)
+def test_a_whole_number_does_not_become_a_constant_of_later_calls(
+    asked, monkeypatch, run, whole, fraction
+):
+    """Triton takes 1 for a constant, which a call with another number would not change."""
+    monkeypatch.setattr("depthroute.ops.backends.INTERPRETS", True)
+    for numbers in (whole, fraction):
+        run(**numbers)
+        passed = {n for _, given in Noted.launched for n in given[9:] if type(n) is float}
+        assert passed >= {*numbers.values()}
 
 
 def fill(table, tensors):

@@ -158,7 +158,7 @@ def _launch(
         -(-sizes[0] // found.rows),
         lists if is_few else (),
         (*first, query, *tensors),
-        (*sizes, scaling, *strides),
+        (*sizes, float(scaling), *strides),
     )
 
 

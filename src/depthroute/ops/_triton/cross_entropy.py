@@ -117,7 +117,7 @@ def _row_losses(logits: Tensor, targets: Tensor, given: HeadLoss) -> Tensor:
     run = _prepared(
         logits.dtype, logits.shape[1], logits.stride(0), given.softcap > 0, any(given.wants)
     )
-    numbers = given.ignore_index, given.scale, given.softcap
+    numbers = given.ignore_index, float(given.scale), float(given.softcap)
     run(len(logits), (), (logits, targets, losses), numbers)
     return losses
 

@@ -121,7 +121,8 @@ def mix_forward(mix: Mix) -> MixResults:
     if not (tokens := rows.numel() // width):
         return results
     programs = layout.num_programs(plan.launch, tokens, rows.device)
-    read, fractions = (residual, prior, prior_lse, norm_weight), (mix.eps, mix.scale, mix.norm_eps)
+    read = residual, prior, prior_lse, norm_weight
+    fractions = float(mix.eps), float(mix.scale), float(mix.norm_eps)
     if plan.is_resident:
         tensors = query, output, partial, *read, x, y, state, last, stats
         least_gain = _record.LEAST_GAIN if mix.keeps_y else 0.0
@@ -191,14 +192,14 @@ def mix_backward(back: MixBackward) -> MixGradients:
     if plan.is_resident:
         lists = sources, dsources, carried or None, grads_y or None
         tensors = grad, grad_state, grad_last, query, x, *kept, dstate, doutput, *dpriors, partial
-        plan.run(programs, lists, tensors, (tokens, back.scale, _record.LEAST_GAIN))
+        plan.run(programs, lists, tensors, (tokens, float(back.scale), _record.LEAST_GAIN))
         return dsources, sum_rows(partial), others
     grad_y = sum(grads_y[1:], start=grads_y[0]) if grads_y else None
     lists = [list(map(aligned, sources)), dsources, list(map(aligned, carried))]
     tables = layout.pack(lists[: 2 + bool(carried)], stats)  # which do not keep them
     tensors = grad, grad_y, grad_state, query, x, low, *kept, dstate, *dpriors, partial
     tensors = *(*tables, None)[:3], *tensors
-    plan.run(programs, (), tensors, (tokens, count, stats_width, back.scale))
+    plan.run(programs, (), tensors, (tokens, count, stats_width, float(back.scale)))
     if doutput is not None:  # the push is done apart
         torch.add(dstate, dsources[-1] if back.reads_last else grad_last, out=doutput)
     return dsources, sum_rows(partial), others

@@ -98,7 +98,7 @@ def static_forward(given: StaticForward) -> Tensor:
     (table,) = layout.pack([sources], weights)
     kind = kinds((count,)), _dtypes(sources[0], weights, residual, x)
     run = _prepared(static_forward_kernel, *kind)
-    sizes = count, len(sources), scale
+    sizes = count, len(sources), float(scale)
     run(triton.cdiv(count, LENGTH), (), (table, weights, residual, x), sizes)
     return x
 

@@ -10,6 +10,8 @@ it by everything that Triton looks at:
 - the dtype of every tensor, whether it is None, and how many there are in each list,
 - of numbers that the kernel specialises on, :func:`kinds`.
 
+Fractions must be floats: of a whole number Triton makes another kernel, and of 1 a constant.
+
 The rest is checked at every launch: addresses are multiples of 16, all tensors are on one device,
 and sizes fit 32 bits. Where that fails, where somebody watches launches (Triton's profiler) or has
 asked Triton for another kind of compilation, in the interpreter, and with a Triton whose inside is
