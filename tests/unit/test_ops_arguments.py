@@ -64,6 +64,9 @@ def test_no_tokens_give_no_tokens():
     assert outputs.shape == (1, 2, 0, 8) and lses.shape == (1, 2, 0, 1)
     outputs.sum().backward()
     assert not query.grad.any()
+    with torch.no_grad():
+        for residual in (None, sources[0]):
+            assert ops.depth_mix(sources, query, residual=residual).shape == (2, 0, 8)
 
 
 def test_inputs_are_left_as_they_were():
@@ -269,6 +272,16 @@ def test_weights_cannot_be_centred_and_raised_at_once():
     sources = [torch.randn(2, 8) for _ in range(2)]
     with pytest.raises(DepthrouteError, match=r"centered takes .* choose one"):
         ops.depth_mix(sources, torch.zeros(8), centered=True, adds_sources=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("shift", ["centered", "adds_sources"])
+def test_shifted_weights_are_refused_after_a_prior_by_every_backend(backend, shift):
+    """The prior stands for many sources, whose number nobody says."""
+    sources, query = [torch.randn(2, 8) for _ in range(2)], torch.zeros(8)
+    prior = torch.randn(2, 8), torch.zeros(2, 1)
+    with pytest.raises(DepthrouteError, match="one pass over all sources, and a prior was given"):
+        ops.depth_mix_merge(*prior, sources, query, backend=backend, **{shift: True})
 
 
 def test_a_mix_of_whole_numbers_or_over_devices_is_refused():

@@ -107,7 +107,7 @@ def _check_kind(named: Sequence[tuple[str, Tensor | None]], device: torch.device
 
 
 def check_boundary(
-    sources: Sequence[Tensor], tensors: Sequence[Tensor | None], reads_last: bool
+    sources: Sequence[Tensor], tensors: Sequence[Tensor | None], reads_last: bool, offset: int
 ) -> None:
     _, prior, prior_lse, _, output, partial = tensors
     if output is None and (partial is not None or reads_last):
@@ -123,6 +123,11 @@ def check_boundary(
     if (prior is None) != (prior_lse is None):
         raise DepthrouteError(
             "prior and prior_lse are the two results of one depth_mix_group; give both or neither"
+        )
+    if offset and prior is not None:
+        raise DepthrouteError(
+            "centered and adds_sources are defined for one pass over all sources, and a prior was "
+            "given; leave them out, or mix every source at once"
         )
 
 

@@ -143,7 +143,7 @@ def is_few(mix: Mix) -> bool:
     if mix.heads > 1 or mix.prior is not None or mix.offset or not mix.query.is_cpu:
         return False
     elements, width = mix.sources[0].numel(), mix.query.shape[0]
-    return elements <= FEW_TOKENS * width and elements * len(mix.sources) <= FEW_ELEMENTS
+    return 0 < elements <= FEW_TOKENS * width and elements * len(mix.sources) <= FEW_ELEMENTS
 
 
 @_unrounded

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthroute.errors import DepthrouteError
 from depthroute.ops import _record, _torch, reference
 from depthroute.ops._checks import check_boundary, check_mix, weight_offset
 from depthroute.ops._record import NUM_TENSORS, Mix, MixBackward, Mixed, MixGradients, MixResults
@@ -279,11 +278,6 @@ def _by_definition(mix: Mix, key_weight: Tensor | None) -> Tensor:
         options |= {"centered": mix.offset < 0, "adds_sources": mix.offset > 0}
         return reference.depth_mix(mix.sources, mix.query, key_weight, **options)
     ran_by_definition("depth_mix_merge")
-    if mix.offset:
-        raise DepthrouteError(
-            "centered and adds_sources are defined for one pass over all sources, and a prior was "
-            "given; leave them out, or mix every source at once"
-        )
     finished = mix.prior, mix.prior_lse
     return reference.depth_mix_merge(*finished, mix.sources, mix.query, key_weight, **options)
 
@@ -334,10 +328,10 @@ def depth_boundary(
     extra = Options(**options)
     tensors = residual, extra.prior, extra.prior_lse, extra.norm_weight, output, partial
     check_mix(sources, query, key_weight, tensors, heads, extra.head_norm)
-    check_boundary(sources, tensors, extra.reads_last)
+    offset = weight_offset(extra.centered, extra.adds_sources)
+    check_boundary(sources, tensors, extra.reads_last, offset)
     rows = *sources, output, residual, extra.prior, partial, extra.prior_lse
     given = [t for t in rows if t is not None]
-    offset = weight_offset(extra.centered, extra.adds_sources)
     mix = Mix(
         *(list(sources), query, *tensors, extra.reads_last, eps, heads),
         *(extra.head_norm == "slice", offset, extra.scale, extra.norm_eps),
