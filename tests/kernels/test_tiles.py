@@ -162,6 +162,11 @@ def test_narrow_rows_are_streamed_forward_without_the_padding_of_wider_tiles():
         assert layout.forward_tiles(width, 4) == layout.tiles(width, 4)
 
 
+def test_heads_of_very_wide_rows_are_read_as_eight_tiles_at_most():
+    """Of 16, as wide as those of fewer warps, the last would be empty."""
+    assert layout.forward_tiles(9 * 3592, 9) == layout.Tiles(16, 512, 8)
+
+
 def test_several_heads_are_not_padded_as_one():
     assert backward(1152, 9, heads=4)[0] == layout.Tiles(4, 128, 3)
 

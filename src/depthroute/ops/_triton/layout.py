@@ -65,7 +65,7 @@ def forward_tiles(width: int, heads: int) -> Tiles:
     block = tiles(width, heads)
     if heads > 1 and block.count == 1:
         least = max(LEAST_SLICE, NARROWEST * warps_for(block.elements, 32) // block.heads)
-        count = max(1, block.columns // least)
+        count = min(8, max(1, block.columns // least))
         return Tiles(block.heads, block.columns // count, count)
     is_padded = heads == 1 and 8 * width < 7 * block.elements
     return tiles(width, heads, NARROWEST // 2) if is_padded else block
