@@ -104,12 +104,12 @@ def test_a_second_derivative_is_refused():
 METHODS = ("delta-block", "delta", "attnres-block", "attnres-full", "delta-block:heads=3")
 
 
-def run(sites, plan, ahead, edit=False):
+def run(sites, plan, ahead, edit=False, shape=SHAPE):
     """Every x, and the gradients of embedding, outputs and parameters."""
     generator = torch.Generator().manual_seed(1)
 
     def draw():
-        return torch.randn(*SHAPE, WIDTH, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
 
     tensors = [draw().requires_grad_() for _ in range(plan.num_sublayers + 1)]
     stream = nn.ResidualStream.start(tensors[0], plan, sites=sites)
@@ -151,6 +151,15 @@ def test_a_stream_that_scores_ahead_is_the_same_stream(method, edit, monkeypatch
     got = run(sites, plan, ahead=True, edit=edit)
     assert counted
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_stream_of_no_tokens_goes_to_its_end(method, ahead):
+    plan, sites = prepared(method)
+    seen, (of_embedding, *others) = run(sites, plan, ahead, shape=(2, 0))
+    assert {x.shape for x in (*seen, of_embedding)} == {(2, 0, WIDTH)}
+    assert not any(grad.any() for grad in others)
 
 
 def test_a_finished_source_is_scored_once(monkeypatch):

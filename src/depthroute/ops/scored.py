@@ -48,7 +48,7 @@ class Score(torch.autograd.Function):
         with _torch.unrounded(source.device.type):
             _torch.write_scores([rows], q, eps, rstd, logits)
         ctx.save_for_backward(queries, gains, q, rstd[0], logits[0], source)
-        return logits.view(-1, *source.shape[:-1], heads)
+        return logits.view(len(q), *source.shape[:-1], heads)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
