@@ -170,6 +170,8 @@ def test_hooks_are_shown_no_tensors_without_numbers_and_are_reckoned_with(kernel
     layer = model.model.layers[1]
     layer.register_forward_hook(lambda module, args, h: seen.append(h))
     layer.post_attention_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args))
+    layer.mlp.register_full_backward_hook(lambda module, *grads: seen.append(grads))
+    layer.mlp.register_full_backward_pre_hook(lambda module, grads: seen.append(grads))
 
     def step(model):
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -178,7 +180,7 @@ def test_hooks_are_shown_no_tensors_without_numbers_and_are_reckoned_with(kernel
         ops.compile_ahead(model, step).wait()
         assert made and not seen
         step(model)
-    assert seen and launched == set(made.values())
+    assert len(seen) == 4 and launched == set(made.values())
 
 
 @pytest.mark.parametrize("why", ["few cores", "a run that fails"])

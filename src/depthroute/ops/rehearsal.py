@@ -82,6 +82,7 @@ def _silence_strangers(model: nn.Module) -> None:
     """Whoever watches is not shown tensors without numbers; that somebody does is still seen."""
     for module in model.modules():
         tables: Any = (module._forward_hooks, module._forward_pre_hooks)
+        tables += (module._backward_hooks, module._backward_pre_hooks)
         for table in tables:
             for key, hook in table.items():
                 is_ours = (getattr(hook, "__module__", None) or "").startswith("depthroute.")
