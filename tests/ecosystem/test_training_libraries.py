@@ -1,5 +1,7 @@
 """Citizenship: the field's own training libraries run a routed model, and what they save loads."""
 
+from types import MethodType
+
 import pytest
 import torch
 from transformers import Trainer, TrainingArguments, set_seed
@@ -103,6 +105,23 @@ def test_hugging_face_trainer_smooths_labels_of_the_next_token(tmp_path):
     options = TrainingArguments(**arguments(tmp_path, label_smoothing_factor=0.1))
     losses = [Trainer(model, options).compute_loss(model, dict(batch)) for model in (plain, routed)]
     assert torch.equal(*losses)
+
+
+def test_what_mixed_precision_left_on_a_model_is_not_taken_for_the_other_kind(tmp_path):
+    """Trainer puts a forward on the model itself, which goes on calling the class of before."""
+    routed = converted()
+    Trainer(
+        model=routed,
+        args=TrainingArguments(**arguments(tmp_path, bf16=True, max_steps=2, save_steps=99)),
+        train_dataset=Repeating(),
+    ).train()
+    plain = plain_model()
+    plain.forward = MethodType(type(plain).forward, plain)
+    for change, model in ((dr.revert, routed), (lambda m: dr.convert(m, ROUTING), plain)):
+        with pytest.raises(dr.ConfigError, match=r"forward of its own.*goes with `del model\.forw"):
+            change(model)
+        del model.forward
+        assert "forward" not in vars(change(model))
 
 
 def test_hugging_face_trainer_resumes_from_its_checkpoint(tmp_path):

@@ -111,6 +111,17 @@ def test_what_is_no_model_of_the_family_is_refused_with_those_that_are():
         dr.convert(dr.convert(family_model("llama").model, DELTA), DELTA)
 
 
+def test_a_part_of_another_class_is_refused_whatever_its_name():
+    """Routed classes are made of the family's own, so what its forward computes would be lost."""
+    home = "transformers.models.llama.modeling_llama"
+    for path in ("", "model", "model.layers.1"):
+        plain = family_model("llama")
+        part = plain.get_submodule(path)
+        part.__class__ = type(type(part).__name__, (type(part),), {})
+        with pytest.raises(dr.ConfigError, match=rf"is no class of {home}.*convert the family's"):
+            dr.convert(plain, DELTA)
+
+
 def test_the_routing_of_a_headed_model_is_looked_at_and_hooked_as_any():
     model, seen = dr.convert(headed("llama", "sequence"), DELTA), []
     model.model.layers[1].register_forward_hook(lambda layer, args, h: seen.append(h.shape))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -54,6 +55,8 @@ class RoutedModel(_Base):
     def adopting(cls, model: Any, config: Any) -> Any:
         """A routed model of what the family's ``model`` holds, with the configuration ``config``
         in place of its own."""
+        _refuse_own_forwards(model)
+        _refuse_other_classes(cls.architecture, model)
         routed = adopted(cls, model)
         _set_config(routed, config)
         routed._route(stored_plan(config))
@@ -211,8 +214,9 @@ class RoutedDecoder(RoutedModel):
 
     def _route(self, plan: Plan) -> None:
         spec, config = self.architecture, self.config
-        _refuse_replaced_forwards(self, spec)
         plain = [*getattr(self, spec.layers)][: plan.num_layers // plan.loops]
+        _refuse_own_forwards(*self.children(), *plain)
+        _refuse_other_classes(spec, *plain)
         attentions = [spec.attention.of(layer) for layer in plain]
         _refuse_attentions(attentions, plan, spec)
         if plan.changes_values:
@@ -232,7 +236,7 @@ class RoutedDecoder(RoutedModel):
     def reverted(self, config: Any) -> Any:
         """The family's decoder of what this one holds, with the configuration ``config``."""
         spec = self.architecture
-        _refuse_replaced_forwards(self, spec)
+        _refuse_own_forwards(self, *self.children(), *getattr(self, spec.layers))
         if self.plan.loops > 1:
             raise ConfigError(
                 "a looped model has no plain counterpart: its layers are run "
@@ -266,6 +270,7 @@ class RoutedHead(RoutedModel):
 
     def reverted(self, config: Any) -> Any:
         """The family's model of what this one holds, with the configuration ``config``."""
+        _refuse_own_forwards(self)
         plain = adopted(plain_class(type(self), RoutedHead), self)
         setattr(plain, self.base_model_prefix, self._decoder.reverted(config))
         plain._no_split_modules = _family_names(self._no_split_modules)
@@ -415,18 +420,31 @@ def _family_names(names: Any) -> set[str]:
     return {name for name in names or () if not name.startswith("Routed")}
 
 
-def _refuse_replaced_forwards(decoder: Any, spec: Architecture) -> None:
+def _refuse_own_forwards(*modules: nn.Module) -> None:
     """Where somebody has put a ``forward`` on a module itself, another class is in vain.
 
     The one that was put there would go on calling the class's of before.
     """
-    for part in (decoder, *decoder.children(), *getattr(decoder, spec.layers)):
-        if "forward" in vars(part):
+    for module in modules:
+        if "forward" in vars(module):
             raise ConfigError(
-                f"the model's {type(part).__name__} has a forward of its own, as accelerate gives "
-                "it for a device_map over several devices, and patches do; convert or revert the "
-                "model first, then spread, offload or patch it (a routed model that was saved is "
-                "loaded with device_map like any other)"
+                f"the model's {type(module).__name__} has a forward of its own, as accelerate "
+                "gives it for a device_map over several devices or mixed precision, and patches "
+                "do; convert or revert the model first, then spread, offload or patch it (a routed "
+                "model that was saved is loaded with device_map like any other). What training in "
+                "mixed precision leaves behind goes with `del model.forward`"
+            )
+
+
+def _refuse_other_classes(spec: Architecture, *modules: nn.Module) -> None:
+    """A class of somebody else may compute anything, and the family's would take its place."""
+    family = sys.modules[getattr(transformers, spec.causal_lm).__module__]
+    for cls in map(type, modules):
+        if getattr(family, cls.__name__, None) is not cls:
+            raise ConfigError(
+                f"the model's {cls.__module__}.{cls.__qualname__} is no class of "
+                f"{family.__name__}, so what it computes would be lost; convert the family's own "
+                "model, then compile, wrap or change it"
             )
 
 
