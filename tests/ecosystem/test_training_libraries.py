@@ -7,7 +7,15 @@ import torch
 from transformers import Trainer, TrainingArguments, set_seed
 
 import depthroute as dr
-from tests.support import llama_config, plain_model, tokens, trained_like, word_tokenizer
+from tests.support import (
+    METHODS,
+    llama_config,
+    plain_model,
+    routed_model,
+    tokens,
+    trained_like,
+    word_tokenizer,
+)
 
 ROUTING = dr.RoutingConfig("delta", num_blocks=3)
 STEPS = 12
@@ -234,7 +242,17 @@ def test_assisted_decoding_gives_the_greedy_tokens(method):
     ids = tokens(batch=1, length=8)
     options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, assistant_model=draft, **options), expected)
+    for drafting in ({"assistant_model": draft}, {"assistant_early_exit": 2}):
+        assert torch.equal(model.generate(ids, **drafting, **options), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_decoder_that_ends_early_has_the_residual_state_after_its_last_layer(method):
+    model = routed_model(method)
+    expected = model.model(tokens(), output_hidden_states=True).hidden_states[2]
+    model.config.num_hidden_layers = 2  # as for assistant_early_exit
+    assert torch.equal(model.model(tokens()).last_hidden_state, model.model.norm(expected))
 
 
 def test_sampling_is_reproducible_with_and_without_a_cache():

@@ -87,15 +87,16 @@ class RoutedLayer(nn.Module):
         state = hidden_states
         if isinstance(state, Tensor):
             state = self._start(state)
+        num_layers = self.decoder_config.num_hidden_layers
         if _is_recomputed(self):
-            return self._checkpointed(state, kwargs).handed_on()
+            return self._checkpointed(state, kwargs).handed_on(num_layers)
         if is_dynamo_compiling() and not is_watched:  # or all classes of the layer were guarded
             after = self.forward(state, **kwargs)
         else:
             after = nn.Module.__call__(self, state, **kwargs)
         if after is state or after.__class__ is not LayerState:
             after = state.skipped(after)
-        return after.handed_on()
+        return after.handed_on(num_layers)
 
     def _start(self, embedding: Tensor) -> LayerState:
         if self.decoder is None:

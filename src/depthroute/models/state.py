@@ -53,11 +53,12 @@ class LayerState(NamedTuple):
         after = LayerState(stream, memory and memory.push(None, None))
         return after.replaced(output) if isinstance(output, Tensor) else after
 
-    def handed_on(self) -> LayerState | Tensor:
-        """Itself, and after the last layer what the final norm reads."""
+    def handed_on(self, num_layers: int) -> LayerState | Tensor:
+        """Itself, and after the last layer what the final norm reads. A decoder that is told to run
+        the first ``num_layers`` alone, as for ``assistant_early_exit``, has the residual state."""
         stream = self.stream
         if stream.index < stream.plan.num_sublayers:
-            return self
+            return stream.value if self.layer == num_layers else self
         assert stream.sites is not None
         return stream.finish(stream.sites.at(stream.index))
 
