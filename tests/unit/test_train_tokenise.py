@@ -11,17 +11,19 @@ from tests.support import llama_config, plain_model, trained_like
 from transformers import AutoTokenizer
 
 import depthroute as dr
+from depthroute.data import tokenise
 from depthroute.data.batches import IGNORED, DataError
 from depthroute.data.documents import open_corpus
 from depthroute.data.shards import ShardedTokens, read_index
 from depthroute.data.tokenise import (
     choose_vocabulary,
+    document_hash,
     is_held_out,
     open_tokens,
     prepare,
     stored_vocabulary,
 )
-from depthroute.data.vocabulary import as_bytes
+from depthroute.data.vocabulary import as_bytes, train
 from depthroute.errors import ConfigError
 
 TEXTS = [f"Document {i} says {'word ' * (i % 17)}and ends. {i * i}" for i in range(120)]
@@ -109,6 +111,25 @@ def test_few_documents_still_have_a_held_out_part(tmp_path):
             assert len(held[0]) == 20
 
 
+@pytest.mark.parametrize("others", [0, 3])
+def test_copies_of_a_document_that_is_held_out_of_few_are_too(tmp_path, others):
+    texts = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=document_hash)[: 1 + others]
+    held, *rest = texts
+    file = tmp_path / "copies.jsonl"
+    rows = [held, *rest, held]
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in rows))
+    folder = prepare(open_corpus(str(file)), as_bytes(), cache=tmp_path)
+    train, judged = (
+        [bytes(d).decode() for d in documents(folder, part, as_bytes())]
+        for part in ("train", "validation")
+    )
+    if others:
+        assert judged == [held, held] and train == rest
+    else:  # of one document its last part, and a copy is no other
+        assert [a + b for a, b in zip(train, judged, strict=True)] == [held, held]
+        assert len(judged[0]) == len(held) * 5 // 100 == len(judged[1])
+
+
 def test_an_empty_corpus_is_an_error(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(DataError, match="holds no text"):
@@ -188,6 +209,39 @@ def test_a_trained_tokenizer_gives_its_text_back_and_is_saved(tmp_path, corpus):
     again = choose_vocabulary(str(tmp_path / "saved"), corpus, tmp_path)
     assert again.separator == vocabulary.separator
     assert again.encoder()(TEXTS[:3])[2].tolist() == vocabulary.encoder()(TEXTS[:3])[2].tolist()
+
+
+def tokenizer_texts(monkeypatch, tmp_path, texts, **options):
+    """What a tokenizer for ``texts`` is trained on."""
+    seen = []
+
+    def listened(given, size, name):
+        seen.extend(given)
+        return train(seen, size, name)
+
+    file = tmp_path / f"{document_hash(str(texts))}.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    monkeypatch.setattr(tokenise, "train", listened)
+    choose_vocabulary("train:300", open_corpus(str(file)), tmp_path, **options)
+    return seen
+
+
+def test_a_tokenizer_sees_nothing_that_is_held_out(tmp_path, monkeypatch, corpus):
+    by_hash = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=document_hash)
+    unlucky = next(t for t in TEXTS if is_held_out(t, 5) and len(t) > 40)
+
+    def seen(texts, **options):
+        return tokenizer_texts(monkeypatch, tmp_path, texts, **options)
+
+    assert seen(TEXTS) == [t for t in TEXTS if not is_held_out(t, 5)]
+    assert seen(TEXTS, held_out=50.0) == [t for t in TEXTS if not is_held_out(t, 50)]
+    assert seen(by_hash[:4]) == by_hash[1:4]  # of few documents, the smallest hash
+    for one in (unlucky, by_hash[0]):  # of one its last part, whatever its hash
+        assert seen([one]) == [one[: len(one) - len(one) * 5 // 100]]
+    (tmp_path / "judged.jsonl").write_text(json.dumps({"text": by_hash[0]}) + "\n")
+    judged = open_corpus(str(tmp_path / "judged.jsonl"))
+    assert by_hash[0] not in seen(TEXTS, validation=judged)
+    assert seen(by_hash[:2], validation=judged) == by_hash[1:2]
 
 
 def test_the_byte_tokenizer_is_saved_as_one_that_others_load(tmp_path):

@@ -74,15 +74,21 @@ def prepare(
             f"{source.data} holds neither; leave it out"
         )
     cache = source.cache or tokenise.cache_folder()
+    held_out = HELD_OUT_PERCENT if source.held_out is None else source.held_out
     vocabulary = tokenise.choose_vocabulary(
-        source.tokenizer or tokenizer, corpus, cache, trust_remote_code=source.trust_remote_code
+        source.tokenizer or tokenizer,
+        corpus,
+        cache,
+        validation=judged,
+        held_out=held_out,
+        trust_remote_code=source.trust_remote_code,
     )
     folder = tokenise.prepare(
         corpus,
         vocabulary,
         validation=judged,
         cache=cache,
-        held_out=HELD_OUT_PERCENT if source.held_out is None else source.held_out,
+        held_out=held_out,
         max_tokens=source.max_tokens,
         workers=source.workers,
         on_progress=on_progress,

@@ -49,9 +49,16 @@ def cache_folder() -> Path:
 
 
 def choose_vocabulary(
-    name: str, corpus: Corpus, cache: Path, *, trust_remote_code: bool = False
+    name: str,
+    corpus: Corpus,
+    cache: Path,
+    *,
+    validation: Corpus | None = None,
+    held_out: float = HELD_OUT_PERCENT,
+    trust_remote_code: bool = False,
 ) -> Vocabulary:
-    """``bytes``, ``train:SIZE`` (on the training part alone), a folder or a hub id."""
+    """``bytes``, ``train:SIZE`` (on the training part alone), a folder or a hub id; ``validation``
+    and ``held_out`` are those of :func:`prepare`."""
     if name == "bytes":
         return as_bytes()
     if not name.startswith(_TRAINED):
@@ -59,12 +66,12 @@ def choose_vocabulary(
     size = name.removeprefix(_TRAINED)
     if not size.isdecimal():
         raise DataError(f"--tokenizer {name!r} must give a size, as in train:4096")
-    key = hashlib.sha256(f"{corpus.fingerprint}|{size}".encode()).hexdigest()[:32]
+    what = [corpus.fingerprint, size, held_out, validation and validation.fingerprint]
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     file = cache / "tokenizers" / f"{key}.json"
     if file.is_file():
         return trained(file.read_text(), name)
-    texts = (text for text, _ in corpus.read() if not is_held_out(text, HELD_OUT_PERCENT))
-    vocabulary = train(texts, int(size), name)
+    vocabulary = train(_training_texts(corpus, held_out, validation), int(size), name)
     assert vocabulary.definition is not None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +95,38 @@ def document_hash(text: str) -> int:
 
 def is_held_out(text: str, percent: float) -> bool:
     """By the content alone: copies of a document are on the same side, whatever their order."""
-    return document_hash(text) % 10_000 < percent * 100
+    return _is_aside(document_hash(text), percent)
+
+
+def _is_aside(number: int, percent: float) -> bool:
+    return number % 10_000 < percent * 100
+
+
+def _training_texts(corpus: Corpus, held_out: float, validation: Corpus | None) -> Iterator[str]:
+    """What :func:`prepare` trains on, for a tokenizer that is to see nothing else. Beside a
+    ``validation`` corpus it passes over as many documents as without, so that it is the same."""
+    numbers, sides = set(), set()
+    for text, _ in corpus.read():
+        numbers.add(number := document_hash(text))
+        sides.add(_is_aside(number, held_out))
+        if len(sides) == 2:
+            break
+    left_out: set[int] = set()
+    if validation is not None:
+        left_out |= {document_hash(text) for text, _ in validation.read()}
+    elif len(sides) < 2 and len(numbers) > 1:
+        left_out.add(min(numbers))
+    is_single = validation is None and len(numbers) == 1
+    for text, _ in corpus.read():
+        number = document_hash(text)
+        if number in left_out or (len(sides) == 2 and _is_aside(number, held_out)):
+            continue
+        yield text[: _boundary(len(text))] if is_single else text
+
+
+def _boundary(length: int) -> int:
+    """Where the held-out part of a single document begins."""
+    return length - length * HELD_OUT_PERCENT // 100
 
 
 def prepare(
@@ -218,7 +256,7 @@ def _write(
     hashes: dict[str, list[int]] = {"train": [], "validation": []}
     count = tokens = 0
     for number, document, place in documents:
-        part = "validation" if number % 10_000 < held_out * 100 else "train"
+        part = "validation" if _is_aside(number, held_out) else "train"
         writers[part].write(document)
         hashes[part].append(number)
         count, tokens = count + 1, tokens + len(document)
@@ -324,22 +362,23 @@ def _split_again(
     hashes: dict[str, list[int]],
 ) -> dict[str, shards.PartWriter]:
     """So few documents that the hash left a side empty: the one with the smallest hash is held
-    out, and of a single document its last part."""
+    out, its copies with it, and of a single document its last part."""
     documents: list[tuple[int, np.ndarray]] = []
     for part, writer in writers.items():
         tokens = shards.ShardedTokens(folder, writer.close(), writer.dtype)
         ends = [*writer.starts[1:], writer.tokens - 1] if writer.starts else []
         for number, start, end in zip(hashes[part], writer.starts, ends, strict=True):
             documents.append((number, tokens[start + 1 : end]))
-    if len(documents) == 1:
-        (_, only) = documents[0]
-        boundary = len(only) - len(only) * HELD_OUT_PERCENT // 100
-        split = {"train": [only[:boundary]], "validation": [only[boundary:]]}
-    else:
-        smallest = min(range(len(documents)), key=lambda i: documents[i][0])
+    smallest = min(number for number, _ in documents)
+    split = {
+        "train": [tokens for number, tokens in documents if number != smallest],
+        "validation": [tokens for number, tokens in documents if number == smallest],
+    }
+    if not split["train"]:  # one document, however many copies of it
+        copies, boundary = split["validation"], _boundary(len(documents[0][1]))
         split = {
-            "train": [tokens for i, (_, tokens) in enumerate(documents) if i != smallest],
-            "validation": [documents[smallest][1]],
+            "train": [tokens[:boundary] for tokens in copies],
+            "validation": [tokens[boundary:] for tokens in copies],
         }
     for writer in writers.values():
         for shard in writer.shards:
