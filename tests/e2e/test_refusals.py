@@ -7,6 +7,7 @@ import os
 
 import pytest
 from tests import checkpoints
+from tests.families import family_model
 
 from depthroute import presets
 from depthroute.errors import ConfigError
@@ -235,3 +236,24 @@ def test_finetune_refuses_what_has_no_routing_to_train_before_it_tokenises(
     assert "is for routing parameters, and standard as set here has none" in message
     assert "has no parameters; leave it out" in refused(depthroute, *words, "--freeze-base")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cuda_graph=true", "train.cuda_graph=true cannot be: the model is on cpu"),
+        ("document_masking=true", "document_masking=true cannot be: lfm2 reads on where"),
+    ],
+)
+def test_what_a_step_cannot_do_is_refused_before_anything_is_written(
+    depthroute, tmp_path, text, setting, message
+):
+    family_model("lfm2").save_pretrained(tmp_path / "base")
+    rest = ["--data", text, "--set", setting, "--device", "cpu", "--out", tmp_path / "run"]
+    words = ["finetune", "--base", tmp_path / "base", "--method", "delta", "--steps", 1]
+    words += ["--set", "sequence_length=16", "--set", "batch_size=2"]
+    assert message in refused(depthroute, *words, *rest)
+    if setting == "cuda_graph=true":  # presets' families can mask documents
+        assert message in refused(depthroute, "train", "--method", "delta", *rest)
+        assert message in refused(depthroute, "compare", "--methods", "standard", *rest)
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()

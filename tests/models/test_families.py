@@ -7,6 +7,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import depthroute as dr
 from depthroute.models.architecture import ARCHITECTURES
+from depthroute.train.prepare import refuse_unparted
+from depthroute.train.settings import TrainSettings
 from tests.families import (
     FAMILIES,
     HYBRID,
@@ -199,6 +201,23 @@ def test_a_looped_stack_decodes_as_it_prefills_and_every_layer_learns(family, me
     assert (torch.cat([first, rest], 1) - full).abs().max() < 1e-4
     full.square().mean().backward()
     assert not [name for name, p in routed.named_parameters() if p.grad is None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SETTINGS)
+def test_documents_that_can_be_masked_are_read_as_if_each_were_alone(family):
+    """Others are refused, be it that their state or their masks know nothing of positions."""
+    settings = TrainSettings(1, 1, 16, lr=1e-3, document_masking=True)
+    if not ARCHITECTURES[family].parts_documents:
+        with pytest.raises(dr.DepthrouteError, match=f"document_masking=true cannot be: {family}"):
+            refuse_unparted(settings, family)
+        return
+    refuse_unparted(settings, family)
+    model, ids = dr.convert(family_model(family), ROUTINGS["delta block"]).eval(), tokens(1, 20)
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = [model(part, use_cache=False).logits for part in ids.split([9, 11], dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("parallel", [True, False])

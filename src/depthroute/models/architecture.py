@@ -75,6 +75,9 @@ class Architecture:
     """Whether they are the last columns of every head instead."""
     has_experts: bool = False
     """Whether an MLP may be a mixture of experts."""
+    sees_restarts: bool = True
+    """Whether positions that restart begin a document of its own: masks that are made without
+    positions, or of chunks that are counted from the start of the sequence, do not know of it."""
 
     def project_values(self, attention: nn.Module, x: Tensor, like: Tensor) -> Tensor:
         """Of ``x`` [B, T, D], as the attention has them: shaped as ``like`` [B, heads, T, d]."""
@@ -93,6 +96,11 @@ class Architecture:
     def is_linear(self, attention: nn.Module) -> bool:
         """Whether this layer's attention keeps a recurrent state instead of keys and values."""
         return type(attention).__name__ in self.linear_attentions
+
+    @property
+    def parts_documents(self) -> bool:
+        """Whether documents of one sequence can be kept apart; a recurrent state is handed on."""
+        return self.sees_restarts and not self.linear_attentions
 
     def linear_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Of softmax attention, as linear attention takes them: its own cache, no positions."""
@@ -256,7 +264,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             has_experts=True,
         ),
         Architecture("qwen3_moe", "Qwen3MoeForCausalLM", has_experts=True, **PRE_NORM),
-        Architecture("gpt_oss", "GptOssForCausalLM", has_experts=True, **PRE_NORM),
+        Architecture(
+            "gpt_oss", "GptOssForCausalLM", has_experts=True, sees_restarts=False, **PRE_NORM
+        ),
         Architecture(
             "llama4_text",
             "Llama4ForCausalLM",
@@ -264,6 +274,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             mlp=Sublayer("feed_forward", norm="post_attention_layernorm"),
             ignored_arguments=("position_ids",),
             has_experts=True,
+            sees_restarts=False,
         ),
         Architecture(
             "qwen3_next",

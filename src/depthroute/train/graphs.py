@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
 from depthroute.models.recording import is_recorder
+from depthroute.train.settings import TrainSettings
 from depthroute.train.verdict import Verdict
 
 WARM_UP = 3
@@ -45,6 +46,27 @@ Run = Callable[[Batch, Tensor], Tensor]
 Judge = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of a step's loss, its tokens and the most that a loss may be: the verdict, as one tensor. The
 parameters' gradients are clipped."""
+
+
+def obstacle(settings: TrainSettings, device: torch.device, ranks: int) -> str | None:
+    """Why steps of such a training cannot be replayed, as far as that is known before it begins."""
+    if device.type != "cuda":
+        return f"the model is on {device}, not on a CUDA device"
+    if ranks > 1:
+        return f"{ranks} processes exchange gradients in every step"
+    if settings.gradient_checkpointing:
+        return "gradient_checkpointing keeps the state of the random numbers"
+    if settings.document_masking:
+        return "document_masking makes a mask of every batch"
+    return None
+
+
+def refuse_uncaptured(settings: TrainSettings, reason: str | None) -> None:
+    """Where graphs were asked for."""
+    if reason is not None and settings.cuda_graph:
+        raise ConfigError(
+            f"train.cuda_graph=true cannot be: {reason}. Leave it out, or set it to false"
+        )
 
 
 @dataclass(frozen=True)

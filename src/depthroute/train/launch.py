@@ -38,7 +38,7 @@ from depthroute.runs.checkpoint import whole_weights
 from depthroute.runs.directory import RunDirectory, open_run, refuse_another
 from depthroute.runs.sinks import TensorBoard, WeightsAndBiases
 from depthroute.runs.summary import unit_of
-from depthroute.train import story
+from depthroute.train import graphs, story
 from depthroute.train.loop import Experiment, Look, Sink
 from depthroute.train.prepare import (
     check_length,
@@ -46,6 +46,7 @@ from depthroute.train.prepare import (
     open_tokens,
     refuse_idle_rates,
     refuse_too_large,
+    refuse_unparted,
 )
 from depthroute.train.settings import TrainSettings, from_recipe
 from depthroute.train.trainer import StepResult, Trainer
@@ -185,7 +186,10 @@ def finetune(
 
 def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> MeshLayout:
     """For the processes that there are, before anything is tokenised or loaded."""
+    refuse_unparted(settings, model.architecture.model_type)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    obstacle = graphs.obstacle(settings, choose_device(request.device), ranks)
+    graphs.refuse_uncaptured(settings, obstacle)
     layout = request.layout.over(ranks)
     layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
     if layout.mode == "fsdp" and layout.dp == 1:
@@ -200,12 +204,11 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
             f"--set optimizer=muon orthogonalises whole matrices, and {why} them; use --parallel "
             "ddp and --pp, or optimizer=adamw"
         )
-    for name in ("compile", "cuda_graph"):
-        if (value := getattr(settings, name)) and not layout.is_plain:
-            raise ConfigError(
-                f"--set {name}={str(value).lower()} is not for a model over --tp or --pp; leave it "
-                "out, or use --parallel ddp or fsdp alone"
-            )
+    if settings.compile and not layout.is_plain:
+        raise ConfigError(
+            f"--set compile={settings.compile} is not for a model over --tp or --pp; leave it out, "
+            "or use --parallel ddp or fsdp alone"
+        )
     return layout
 
 

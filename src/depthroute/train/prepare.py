@@ -17,7 +17,9 @@ from depthroute.data.batches import TokenData
 from depthroute.data.shards import read_index
 from depthroute.data.sources import TextSource
 from depthroute.errors import ConfigError, shown
+from depthroute.models.architecture import ARCHITECTURES
 from depthroute.plan import Plan
+from depthroute.train import graphs
 from depthroute.train.compare import Comparison
 from depthroute.train.settings import TrainSettings, from_preset
 
@@ -76,6 +78,8 @@ def comparison(
                 f"--set {name}: a comparison {reason}; that setting is for depthroute train"
             )
     settings = from_preset(chosen, changes)
+    refuse_unparted(settings, chosen.model_type)
+    graphs.refuse_uncaptured(settings, graphs.obstacle(settings, where, 1))
     check_length(settings, chosen.model.get("max_position_embeddings"))
     if source is not None:
         tokens = sources.prepare(source, sources.default_tokenizer(chosen, source), on_progress)
@@ -123,6 +127,16 @@ def refuse_idle_rates(changes: dict[str, Any], plans: Sequence[Plan]) -> None:
                 f"--set {name}={shown(changes[name])} is for routing parameters, and {methods} as "
                 "set here has none; leave it out, or choose another method"
             )
+
+
+def refuse_unparted(settings: TrainSettings, model_type: str) -> None:
+    """Documents that would see each other though they were to be masked."""
+    if settings.document_masking and not ARCHITECTURES[model_type].parts_documents:
+        raise ConfigError(
+            f"--set document_masking=true cannot be: {model_type} reads on where positions start "
+            "anew, through a recurrent state or masks that do not know of it; leave it out, or "
+            "take another family"
+        )
 
 
 def refuse_too_large(model: Any, device: torch.device) -> None:

@@ -33,6 +33,7 @@ from depthroute.parallel.wrap import (
     unwrapped,
 )
 from depthroute.runs import environment
+from depthroute.train import graphs
 from depthroute.train.compiler import use_own_caches, use_triton_cache
 from depthroute.train.divergence import locate
 from depthroute.train.graphs import StepGraphs
@@ -129,17 +130,9 @@ class Trainer:
         compile_whole(self.model, backend=backend, dynamic=False, options=options)
 
     def _graphs(self) -> StepGraphs | None:
-        settings, reason = self.settings, None
-        if self.device.type != "cuda":
-            reason = f"the model is on {self.device}, not on a CUDA device"
-        elif self.world.size > 1:
-            reason = f"{self.world.size} processes exchange gradients in every step"
-        elif settings.gradient_checkpointing:
-            reason = "gradient_checkpointing keeps the state of the random numbers"
-        elif settings.document_masking:
-            reason = "document_masking makes a mask of every batch"
-        self._must_capture(reason)
-        if reason is not None or settings.cuda_graph is False:
+        reason = graphs.obstacle(self.settings, self.device, self.world.size)
+        graphs.refuse_uncaptured(self.settings, reason)
+        if reason is not None or self.settings.cuda_graph is False:
             return None
         return StepGraphs(self._part_gradients, self._judged, self.inner)
 
@@ -171,12 +164,6 @@ class Trainer:
                 loss_sum(model.eval(), plain, chunk)
 
         compile_ahead(self.inner, run)
-
-    def _must_capture(self, obstacle: str | None) -> None:
-        if obstacle is not None and self.settings.cuda_graph:
-            raise ConfigError(
-                f"train.cuda_graph=true cannot be: {obstacle}. Leave it out, or set it to false"
-            )
 
     @property
     def is_done(self) -> bool:
@@ -241,7 +228,7 @@ class Trainer:
         hold their gradients."""
         if self.graphs is not None:
             total = self.graphs(parts, tokens)
-            self._must_capture(self.graphs.obstacle)
+            graphs.refuse_uncaptured(self.settings, self.graphs.obstacle)
             return total
         total = torch.zeros((), device=self.device)
         if isinstance(self.model, Spread):
