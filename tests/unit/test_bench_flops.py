@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.families import family_config
 from tests.support import llama_config, qwen3_config, tokens
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import depthroute as dr
@@ -14,6 +15,7 @@ MODELS = {
     "qwen3, whose heads are wider than the model": (qwen3_config, STANDARD),
     "a tied head": (lambda: llama_config(tie_word_embeddings=True), STANDARD),
     "experts": (lambda: family_config("qwen3_moe"), STANDARD),
+    "latent attention": (lambda: family_config("deepseek_v3"), STANDARD),
     "a looped stack": (llama_config, dr.RoutingConfig("standard", loops=2)),
 }
 
@@ -31,6 +33,18 @@ def test_the_formula_is_what_a_step_computes(name):
     computed = (each["matmul"] + 2 * each["attention"]) * ids.numel()
     # besides, rotary tables and the choice of experts are small products
     assert computed <= counter.get_total_flops() <= 1.02 * computed
+
+
+def test_layers_without_softmax_have_no_attention_to_count():
+    """Half of them here; of a convolution every weight is used once a token."""
+    config = family_config("lfm2")
+    model = dr.from_config(config, STANDARD)
+    each = flops.per_token(model, 64)
+    softmax = config.layer_types.count("full_attention")
+    assert 2 * softmax == config.num_hidden_layers
+    assert each["attention"] == 6 * softmax * 64 * config.hidden_size
+    used = (m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv1d))
+    assert each["matmul"] == 6 * sum(m.weight.numel() for m in used)
 
 
 def test_routing_is_no_work_of_the_model():

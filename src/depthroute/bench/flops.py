@@ -4,9 +4,11 @@
 
 M counts the weights of matrix products that a token passes: every linear layer and the head, tied
 or not, of experts those that are active, once for each visit of a looped stack. L T A is attention:
-L layers, T tokens of a sequence and A, the width of all query heads; it would be 12 if it were not
-causal. Backward counts twice the forward.
-Recomputation, embeddings, norms, the softmax and the routing over depth are not counted: a method
+L layers, T tokens of a sequence and A, the width of all query heads (of latent attention the mean
+of that and the width of all values); it would be 12 if it were not causal. Backward counts twice
+the forward.
+Recomputation, embeddings, norms, the softmax, the state of linear attention and the routing over
+depth are not counted: a method
 that adds work has the FLOPs of the model that it changes, so utilisation falls with its speed.
 """
 
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from depthroute.models.architecture import decoder_layers
 
 PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("GB200",): 2500.0,
@@ -55,20 +59,28 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
 
 def per_token(model: Any, sequence_length: int) -> dict[str, float]:
     """Forward and backward of one token: ``matmul`` and ``attention`` FLOPs, and their sum."""
-    decoder, config = model.base_model, model.config
-    layers = getattr(decoder, model.architecture.layers)
-    looped = set(layers.modules())
-    weights = model.plan.loops * sum(_weights(m, config) for m in looped)
+    spec, config, loops = model.architecture, model.config, model.plan.loops
+    layers = decoder_layers(model)
+    looped = {module for layer in layers for module in layer.modules()}
+    weights = loops * sum(_weights(m, config) for m in looped)
     weights += sum(_weights(m, config) for m in model.modules() if m not in looped)
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    attention = 6 * config.num_hidden_layers * sequence_length * width
+    softmax = sum(not spec.is_linear(spec.attention.of(layer)) for layer in layers)
+    attention = 6 * loops * softmax * sequence_length * _attention_width(config)
     return {"matmul": 6 * weights, "attention": attention, "total": 6 * weights + attention}
+
+
+def _attention_width(config: Any) -> float:
+    """Of what is multiplied to scores, and of what they weigh: the mean of both."""
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        scored = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return heads * (scored + config.v_head_dim) / 2
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _weights(module: nn.Module, config: Any) -> float:
     """Of this very module, those that one token is multiplied with."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | nn.Conv1d):
         return module.weight.numel()
     stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]  # an expert a row
     active = getattr(config, "num_experts_per_tok", None)
