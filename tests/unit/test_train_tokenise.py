@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tests.support import llama_config, plain_model, trained_like
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import depthroute as dr
 from depthroute.data import tokenise
@@ -23,7 +24,7 @@ from depthroute.data.tokenise import (
     prepare,
     stored_vocabulary,
 )
-from depthroute.data.vocabulary import as_bytes, train
+from depthroute.data.vocabulary import as_bytes, pretrained, train
 from depthroute.errors import ConfigError
 
 TEXTS = [f"Document {i} says {'word ' * (i % 17)}and ends. {i * i}" for i in range(120)]
@@ -260,6 +261,16 @@ def test_bytes_beside_a_model_are_parted_by_the_token_that_ends_its_texts(tmp_pa
     model.config.eos_token_id = 0
     model.save_pretrained(tmp_path)
     assert choose_vocabulary(str(tmp_path), corpus, tmp_path).separator == 0
+
+
+def test_a_vocabulary_with_gaps_has_room_for_its_largest_token(tmp_path):
+    words = {"a": 0, "</s>": 1, "b": 400}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(tmp_path)
+    vocabulary = pretrained(str(tmp_path))
+    assert vocabulary.size == 401 and vocabulary.separator == 1
+    assert vocabulary.encoder()(["a b b"])[0].tolist() == [0, 400, 400]
 
 
 def test_a_bad_tokenizer_is_one_clear_error(tmp_path, corpus):

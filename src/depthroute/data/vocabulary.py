@@ -27,6 +27,7 @@ TRAINING_CHARACTERS = 1 << 26
 class Vocabulary:
     name: str
     size: int
+    """One more than the largest token; some in between may stand for nothing."""
     separator: int
     """The token between documents."""
     definition: str | None
@@ -84,16 +85,17 @@ def pretrained(name: str, *, trust_remote_code: bool = False) -> Vocabulary:
             f"the tokenizer {name!r} has no fast version (tokenizer.json), which tokenising a "
             "corpus needs; give another with --tokenizer"
         )
+    size = 1 + max(tokenizer.get_vocab().values(), default=0)
     ends = (tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id)
     separator = next((token for token in ends if token is not None), None)
     if separator is None:
-        separator = _end_of_model(name, len(tokenizer))
+        separator = _end_of_model(name, size)
     if separator is None:
         raise ConfigError(
             f"the tokenizer {name!r} has no eos, sep or bos token to set between documents; give "
             "it one and save it again"
         )
-    return Vocabulary(name, len(tokenizer), separator, backend.to_str(), tokenizer)
+    return Vocabulary(name, size, separator, backend.to_str(), tokenizer)
 
 
 def _end_of_model(name: str, size: int) -> int | None:
