@@ -257,3 +257,24 @@ def test_what_a_step_cannot_do_is_refused_before_anything_is_written(
         assert message in refused(depthroute, "train", "--method", "delta", *rest)
         assert message in refused(depthroute, "compare", "--methods", "standard", *rest)
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
+def test_finetune_refuses_tokens_that_the_model_does_not_know_and_no_others(
+    depthroute, tmp_path, text
+):
+    """Of its tokenizer's one is in no text, and need not be known."""
+    words = ["finetune", "--data", text, "--method", "delta", "--steps", 1, "--allow-drift"]
+    words += ["--set", "sequence_length=16", "--set", "batch_size=2", "--out", tmp_path / "run"]
+    tokenizer = checkpoints.byte_tokenizer()
+    known = len(tokenizer)
+    tokenizer.add_tokens(["<never said>"])
+    bases = [checkpoints.save(tmp_path / str(n), None, layers=1, vocab_size=n) for n in (99, known)]
+    for base in bases:
+        tokenizer.save_pretrained(base)
+    code, _, err = depthroute(*map(str, [*words, "--base", bases[0]]))
+    last = err.strip().splitlines()[-1]  # after the bar of the tokens
+    assert code == 2 and last.startswith("error: the tokenizer makes token "), err
+    assert f"knows the first 99; save it with resize_token_embeddings({known + 1})" in last
+    assert not (tmp_path / "run").exists()
+    code, _, err = depthroute(*map(str, [*words, "--base", bases[1]]))
+    assert code == 0, err

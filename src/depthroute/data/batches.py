@@ -167,6 +167,14 @@ class TokenData:
             for s in range(0, len(chosen), self.batch_size)
         ]
 
+    def largest_token(self) -> int:
+        """Of both parts, which are read for it."""
+        return max(
+            int(stream[start : start + COUNTING_CHUNK].max())
+            for stream in (self.train, self.validation)
+            for start in range(0, len(stream), COUNTING_CHUNK)
+        )
+
     def _gather(
         self, stream: Stream, documents: np.ndarray | None, sequences: Sequence[int] | np.ndarray
     ) -> Batch:

@@ -46,6 +46,7 @@ from depthroute.train.prepare import (
     open_tokens,
     refuse_idle_rates,
     refuse_too_large,
+    refuse_unknown_tokens,
     refuse_unparted,
 )
 from depthroute.train.settings import TrainSettings, from_recipe
@@ -127,7 +128,7 @@ def train(
     layout = _fitting_layout(request, settings, model)
     tokenizer = sources.default_tokenizer(chosen, request)
 
-    def job(vocabulary: dict[str, Any]) -> _Job:
+    def job(vocabulary: dict[str, Any], data: TokenData) -> _Job:
         fitted = sources.fit_vocabulary(chosen, vocabulary, shape)
         check_length(settings, fitted.model.get("max_position_embeddings"))
 
@@ -168,7 +169,9 @@ def finetune(
     with torch.device("meta"):
         layout = _fitting_layout(request, settings, from_config(config, routing))
 
-    def job(vocabulary: dict[str, Any]) -> _Job:
+    def job(vocabulary: dict[str, Any], data: TokenData) -> _Job:
+        refuse_unknown_tokens(data, vocabulary, config.vocab_size)
+
         def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
             plain = attention.use(load_plain(base, dtype=torch.float32)).to(device)
             verify = None if is_resumed else data.validation_batches(1)[0].inputs.to(device)
@@ -214,7 +217,7 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
 
 def _launch(
     request: Request,
-    make_job: Callable[[dict[str, Any]], _Job],
+    make_job: Callable[[dict[str, Any], TokenData], _Job],
     tokenizer: str,
     settings: TrainSettings,
 ) -> dict[str, Any]:
@@ -226,7 +229,8 @@ def _launch(
         data = open_tokens(folder, settings, verify=world.is_main)
         index = read_index(folder, verify=False)
         vocabulary = None if prepared is None else prepared.vocabulary
-        return _run(request, make_job(index["tokenizer"]), data, index, vocabulary, world)
+        job = make_job(index["tokenizer"], data)
+        return _run(request, job, data, index, vocabulary, world)
 
 
 def _run(

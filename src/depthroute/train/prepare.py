@@ -129,6 +129,16 @@ def refuse_idle_rates(changes: dict[str, Any], plans: Sequence[Plan]) -> None:
             )
 
 
+def refuse_unknown_tokens(data: TokenData, tokenizer: dict[str, Any], size: int) -> None:
+    """Tokens beyond a model's ``size``. A tokenizer may be larger, as long as its text is not."""
+    if tokenizer["size"] > size and (largest := data.largest_token()) >= size:
+        raise ConfigError(
+            f"the tokenizer makes token {largest} of this text, and the model knows the first "
+            f"{size}; save it with resize_token_embeddings({tokenizer['size']}), or with the "
+            "tokenizer that it was trained with"
+        )
+
+
 def refuse_unparted(settings: TrainSettings, model_type: str) -> None:
     """Documents that would see each other though they were to be masked."""
     if settings.document_masking and not ARCHITECTURES[model_type].parts_documents:
