@@ -87,6 +87,21 @@ def test_a_prompt_that_is_no_text_is_refused(depthroute, folders, monkeypatch):
     assert "standard input is no text" in line
 
 
+def test_a_text_with_tokens_that_the_model_does_not_know_is_refused(depthroute, folders, tmp_path):
+    text = folders / "text.txt"
+    commands = [
+        ("inspect", "small", "--text", text),
+        ("generate", "small", "--prompt", TEXT[:40]),
+        ("eval", "small", "--perplexity", text),
+        ("convert", "--base", "plain", "--text", text, "--out", tmp_path / "out"),
+    ]
+    places = {"small": save(tmp_path / "small", "delta", vocab_size=99)}
+    places["plain"] = save(tmp_path / "plain", None, vocab_size=99)
+    for command in commands:
+        line = last_line(depthroute, *(places.get(word, word) for word in command))
+        assert "the tokenizer makes token " in line and "the model knows the first 99" in line
+
+
 @pytest.mark.parametrize("command", ["inspect", "generate", "eval"])
 def test_a_run_directory_in_place_of_a_model_is_one_line(depthroute, folders, command):
     text = {"inspect": "--text", "eval": "--perplexity", "generate": "--prompt"}[command]

@@ -48,14 +48,13 @@ def inspect(
     from depthroute.diagnostics.record import first_not_finite
     from depthroute.diagnostics.terminal import importance_table, routing_map
     from depthroute.errors import CheckpointError, ConfigError
+    from depthroute.models.loading import from_pretrained, tokens_of
 
     if plan:
         if text is not None or gradients or importance or as_json:
             raise ConfigError(
                 "--plan runs nothing; leave out --text, --gradients, --importance and --json"
             )
-        from depthroute.models.loading import from_pretrained
-
         print(from_pretrained(model, trust_remote_code=trust_remote_code).plan)
         return
     if text is None:
@@ -70,7 +69,7 @@ def inspect(
             model, device, needs_routing=True, trust_remote_code=trust_remote_code
         )
         method = routed.config.routing_config().name
-        ids = tokenizer(content, return_tensors="pt", verbose=False).input_ids[:, :tokens]
+        ids = tokens_of(content, tokenizer, routed)[:, :tokens]
         if ids.shape[1] < 2:
             raise ConfigError(
                 f"--text {str(text)!r} holds {ids.shape[1]} tokens, and the loss of a text needs "

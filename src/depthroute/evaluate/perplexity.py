@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthroute.errors import DepthrouteError
+from depthroute.models.loading import tokens_of
 
 _LARGEST_EXPONENT = 709.0
 """Of what a double holds."""
@@ -124,7 +125,7 @@ def text_perplexity(
     ``add_bos`` puts the tokenizer's beginning-of-text token in front of the whole text, for models
     that expect one.
     """
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+    ids = tokens_of(text, tokenizer, model, add_special_tokens=False)
     if add_bos:
         if tokenizer.bos_token_id is None:
             raise DepthrouteError("add_bos was asked for and the tokenizer has no such token")

@@ -28,6 +28,7 @@ from depthroute.models.loading import (
     load_tokenizer,
     plain_config,
     tokenizer_source,
+    tokens_of,
 )
 
 logger = logging.getLogger("depthroute")
@@ -61,7 +62,7 @@ def convert_checkpoint(
     converted_config(plain_config(base), routing)  # what cannot be is said before weights are read
     plain = load_plain(base)
     tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
+    ids = tokens_of(text, tokenizer, plain)[:, :num_tokens]
     routed = convert(plain, routing)
     dtype = plain.dtype
     report = _measured_in_fp32(plain, routed, ids)
@@ -97,7 +98,7 @@ def compare_checkpoints(
             f"{other.config.vocab_size}; give a model and the routed model made from it"
         )
     tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code)
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :num_tokens]
+    ids = tokens_of(text, tokenizer, plain)[:, :num_tokens]
     return identity_report(plain, other, ids)
 
 

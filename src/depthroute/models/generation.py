@@ -11,6 +11,7 @@ import transformers
 
 from depthroute.checks import check_number, check_whole
 from depthroute.errors import DepthrouteError
+from depthroute.models.loading import tokens_of
 
 COLDEST = 1e-3
 """Below, logits divided by it overflow."""
@@ -74,8 +75,8 @@ def continue_prompt(
     check_sampling(temperature, top_k, top_p, seed)
     if not _is_unicode(prompt):
         raise DepthrouteError("the prompt holds bytes that are no UTF-8; give text")
-    inputs = tokenizer(prompt, return_tensors="pt").to(next(model.parameters()).device)
-    if inputs.input_ids.shape[1] == 0:
+    ids = tokens_of(prompt, tokenizer, model).to(next(model.parameters()).device)
+    if ids.shape[1] == 0:
         raise DepthrouteError("the prompt holds no tokens; give at least one with --prompt")
     options: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
@@ -87,15 +88,15 @@ def continue_prompt(
         torch.manual_seed(seed)
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     output = model.generate(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         pad_token_id=padding,
         logits_processor=transformers.LogitsProcessorList([_RefuseNan()]),
         streamer=_Handover(tokenizer, on_text),
         **options,
     )
-    new = output[0, inputs.input_ids.shape[1] :]
+    new = output[0, ids.shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True)
 
 

@@ -11,12 +11,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import cached_file
 
-from depthroute.errors import CheckpointError
+from depthroute.errors import CheckpointError, ConfigError
 from depthroute.models import adapter, folder
 from depthroute.models.architecture import ARCHITECTURES, architecture_for
 from depthroute.models.configuration import MODEL_TYPE, RoutedConfigMixin, check_routing
@@ -115,6 +116,25 @@ def load_tokenizer(name: Any, *, trust_remote_code: bool = False) -> Any:
             f"{', '.join(vocabularies)}, so the tokenizer would know no words"
         )
     return tokenizer
+
+
+def tokens_of(text: str, tokenizer: Any, model: Any, **options: Any) -> torch.Tensor:
+    """Ids [1, T] of a text, all of which the model knows."""
+    ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
+    if ids.numel():
+        refuse_unknown_token(int(ids.max()), model.config.vocab_size, len(tokenizer))
+    return ids
+
+
+def refuse_unknown_token(largest: int, vocab_size: int, tokenizer_size: int) -> None:
+    """A tokenizer may be larger than its model, as long as the ``largest`` token of a text is not:
+    the embedding would end in an error of its own, on a GPU in a failed assertion of the device."""
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the tokenizer makes token {largest} of this text, and the model knows the first "
+            f"{vocab_size}; save it with resize_token_embeddings({tokenizer_size}), or with the "
+            "tokenizer that it was trained with"
+        )
 
 
 def has_tokenizer(name: Any) -> bool:

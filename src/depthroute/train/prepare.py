@@ -18,6 +18,7 @@ from depthroute.data.shards import read_index
 from depthroute.data.sources import TextSource
 from depthroute.errors import ConfigError, shown
 from depthroute.models.architecture import ARCHITECTURES
+from depthroute.models.loading import refuse_unknown_token
 from depthroute.plan import Plan
 from depthroute.train import graphs
 from depthroute.train.compare import Comparison
@@ -130,13 +131,9 @@ def refuse_idle_rates(changes: dict[str, Any], plans: Sequence[Plan]) -> None:
 
 
 def refuse_unknown_tokens(data: TokenData, tokenizer: dict[str, Any], size: int) -> None:
-    """Tokens beyond a model's ``size``. A tokenizer may be larger, as long as its text is not."""
-    if tokenizer["size"] > size and (largest := data.largest_token()) >= size:
-        raise ConfigError(
-            f"the tokenizer makes token {largest} of this text, and the model knows the first "
-            f"{size}; save it with resize_token_embeddings({tokenizer['size']}), or with the "
-            "tokenizer that it was trained with"
-        )
+    """Of a model that knows the first ``size``; data is read for it only where it may matter."""
+    if tokenizer["size"] > size:
+        refuse_unknown_token(data.largest_token(), size, tokenizer["size"])
 
 
 def refuse_unparted(settings: TrainSettings, model_type: str) -> None:
