@@ -89,6 +89,14 @@ def test_a_narrow_result_is_rounded_once():
     assert torch.equal(x, exact.bfloat16())
 
 
+def test_the_gradient_of_a_wide_residual_is_not_rounded_as_a_narrow_result_is():
+    sources, grad = [torch.randn(5, 8) for _ in range(2)], torch.randn(5, 8).bfloat16()
+    residual = torch.randn(5, 8, requires_grad=True)
+    x = ops.depth_mix(sources, torch.randn(8), residual=residual, scale=1.1, dtype=torch.bfloat16)
+    x.backward(grad)
+    assert_close(residual.grad, 1.1 * grad.float())
+
+
 def test_phase_one_is_not_rounded_and_phase_two_returns_the_sources_dtype():
     sources = [torch.randn(5, 8).bfloat16() for _ in range(3)]
     query = torch.randn(8)

@@ -229,7 +229,10 @@ def _gradients(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
     if back.state_dtype is not None:
         dstate = next(rest)
     elif ctx.state_dtype is not None and grad is not None:
-        dstate = (grad if back.scale == 1.0 else grad * back.scale).to(ctx.state_dtype)
+        dstate = grad
+        if back.scale != 1.0:  # rounded once
+            dstate = grad.to(torch.promote_types(grad.dtype, ctx.state_dtype)) * back.scale
+        dstate = dstate.to(ctx.state_dtype)
         dstate = _sum(dstate, grad_state)
     if back.reads_last:
         *dsources, dlast = dsources
