@@ -103,6 +103,24 @@ def test_taking_delta_from_the_mix_keeps_the_error_budget(dtype, monkeypatch):
     MixCase(5, 3, 96, residual=True, dtype=dtype).check("cpu")  # two sweeps
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [bf16, fp16], ids=str)
+def test_delta_is_taken_from_a_mix_of_tiny_numbers_too(dtype, monkeypatch):
+    """Of fp16 they have fewer bits than others, so that more of them are kept apart."""
+    monkeypatch.setattr("depthroute.ops._record.RESIDENT_SOURCES", 0)
+    sources = [(1e-5 * torch.randn(3, 96)).to(dtype).requires_grad_() for _ in range(5)]
+    query, grad = torch.randn(96), torch.randn(3, 96).to(dtype)
+
+    def gradient(dtype, backend):
+        q = query.to(dtype or query.dtype).requires_grad_()
+        x = ops.depth_mix([s.to(dtype or s.dtype) for s in sources], q, backend=backend)
+        return torch.autograd.grad(x, q, grad.to(x.dtype))[0].double()
+
+    torch.testing.assert_close(
+        gradient(None, "triton"), gradient(torch.float64, "reference"), rtol=1e-4, atol=1e-9
+    )
+
+
 BOUNDARY = [
     BoundaryCase(3, 5, 96),
     BoundaryCase(3, 2, 96, dtype=fp32, scale=4 / 5),

@@ -254,10 +254,12 @@ def through_norm(b_ds, b_logit, b_rstd, D: tl.constexpr, NORMS: tl.constexpr):
 
 
 @triton.jit
-def _exponent(b):
-    """2^e of |b| in [2^e, 2^(e+1)), and its inverse; tiny numbers count as 2^-63."""
+def _exponent(b, DTYPE: tl.constexpr):
+    """2^e of |b| in [2^e, 2^(e+1)), and its inverse; tiny numbers count as 2^-63, and in fp16 as
+    2^-14, below which its numbers are no closer to each other."""
+    LEAST: tl.constexpr = 64 if tl.bfloat16 == DTYPE else 113
     bits = b.to(tl.int32, bitcast=True) & 0x7F800000
-    bits = tl.minimum(tl.maximum(bits, 64 << 23), 191 << 23)
+    bits = tl.minimum(tl.maximum(bits, LEAST << 23), 191 << 23)
     inverse = (254 << 23) - bits
     return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
 
@@ -269,7 +271,7 @@ def low_bits(wide, DTYPE: tl.constexpr):
     tiles = ()
     for j in tl.static_range(len(wide)):
         b_kept = wide[j].to(DTYPE).to(tl.float32)
-        _, b_inverse = _exponent(b_kept)
+        _, b_inverse = _exponent(b_kept, DTYPE)
         b_low = (wide[j] - b_kept) * b_inverse * UNIT
         b_low = tl.minimum(tl.maximum(b_low, -32767.0), 32767.0)
         tiles = tiles + ((b_low + tl.where(b_low < 0, -0.5, 0.5)).to(tl.int16),)
@@ -282,7 +284,7 @@ def with_low_bits(kept, low, DTYPE: tl.constexpr):
     UNIT: tl.constexpr = 32767.0 * (256.0 if tl.bfloat16 == DTYPE else 2048.0)
     tiles = ()
     for j in tl.static_range(len(kept)):
-        b_power, _ = _exponent(kept[j])
+        b_power, _ = _exponent(kept[j], DTYPE)
         tiles = tiles + (kept[j] + low[j].to(tl.float32) * (b_power / UNIT),)
     return tiles
 
