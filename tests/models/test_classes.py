@@ -89,6 +89,22 @@ def test_a_decoder_alone_is_complete_and_saved_and_loaded_again(method, tmp_path
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_routed_class_loads_its_own_folder_and_no_other(tmp_path):
+    model = routed_model("delta")
+    model.save_pretrained(tmp_path / "routed")
+    loaded = type(model).from_pretrained(tmp_path / "routed").eval()
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    values = model.config.to_dict()
+    assert type(model.config).from_dict(values).to_dict() == values
+    given = dr.from_pretrained(tmp_path / "routed", config=model.config)
+    assert torch.equal(given(tokens()).logits, model(tokens()).logits)
+    with pytest.raises(dr.CheckpointError, match=r"routed 'llama' model and RoutedQwen3Config is"):
+        type(routed_model("delta", "qwen3")).from_pretrained(tmp_path / "routed")
+    dr.revert(model).save_pretrained(tmp_path / "plain")
+    with pytest.raises(dr.ConfigError, match=r"has no routing.*convert the model"):
+        type(model).from_pretrained(tmp_path / "plain")
+
+
 def test_a_decoder_starts_like_that_of_a_causal_model():
     config = dr.from_config(llama_config(4), DELTA).config
     decoder = AutoModel.from_config(config)

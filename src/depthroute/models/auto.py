@@ -26,9 +26,8 @@ class DepthrouteConfig(PreTrainedConfig):
         from depthroute.models.families import routed_family
 
         check_routing(config_dict, "this configuration")
-        values = dict(config_dict)
-        base = values["model_type"] = values.pop("base_model_type")
-        return routed_family(ARCHITECTURES[base]).config.from_dict(values, **kwargs)
+        architecture = ARCHITECTURES[config_dict["base_model_type"]]
+        return routed_family(architecture).config.from_dict(config_dict, **kwargs)
 
 
 AutoConfig.register(MODEL_TYPE, DepthrouteConfig, exist_ok=True)

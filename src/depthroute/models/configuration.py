@@ -1,7 +1,7 @@
 """The configuration of a routed model: the family's own with one more field, ``routing``.
 
 On disk its ``model_type`` reads ``depthroute`` (with the family under ``base_model_type``), so that
-a plain transformers refuses it instead of loading the weights and silently dropping the routing.
+the Auto classes of a plain transformers refuse it instead of silently dropping the routing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ class RoutedConfigMixin:
     model_type: str
 
     def routing_config(self) -> RoutingConfig:
+        if not hasattr(self, "routing"):
+            raise ConfigError(
+                f"this {type(self).__name__} has no routing, as that of a plain model; convert the "
+                "model (depthroute.convert), or start anew with depthroute.from_config"
+            )
         return RoutingConfig.from_dict(self.routing)
 
     @classmethod
@@ -31,6 +36,33 @@ class RoutedConfigMixin:
         """The family's own names are meant. Of a configuration that is not one of its own,
         transformers 5.17 would rename the types of the layers, and lfm2 then not know them."""
         return False
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        values = cls._of_family(config_dict)
+        return super().from_dict(values, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        found: Any = super()
+        values, rest = found.get_config_dict(*args, **kwargs)
+        return cls._of_family(values), rest
+
+    @classmethod
+    def _of_family(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What :meth:`to_dict` gives, with the family's ``model_type``."""
+        if values.get("model_type") != MODEL_TYPE:
+            return values
+        check_routing(values, "this configuration")
+        base = values["base_model_type"]
+        if base != cls.model_type:
+            raise CheckpointError(
+                f"this configuration is that of a routed {base!r} model and {cls.__name__} is for "
+                f"{cls.model_type!r}; load it with AutoConfig or AutoModelForCausalLM"
+            )
+        values = values | {"model_type": base}
+        del values["base_model_type"]
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()  # pyright: ignore[reportAttributeAccessIssue]

@@ -92,7 +92,7 @@ def from_pretrained(path: Any, **options: Any) -> Any:
             f"{str(path)!r} holds a plain {config.model_type!r} model; load it with transformers "
             "and convert it (depthroute.convert, or `depthroute convert`)"
         )
-    return _load(path, config=config, **options)
+    return _load(path, **{"config": config} | options)
 
 
 def load_tokenizer(name: Any, *, trust_remote_code: bool = False) -> Any:
