@@ -86,10 +86,12 @@ def write_sweep(
     return path
 
 
-def write_ladder(path: Path, methods: tuple[str, ...] = METHODS) -> Path:
+def write_ladder(
+    path: Path, methods: tuple[str, ...] = METHODS, names: tuple[str, ...] = ("1M", "3M", "10M")
+) -> Path:
     """Three sizes, each ten times the compute."""
     rungs = []
-    for number, name in enumerate(("1M", "3M", "10M")):
+    for number, name in enumerate(names):
         write_sweep(path / "rungs" / name, methods, layers=2 + 2 * number, better=0.2 * number)
         size = {"parameters": 10**6 * 3**number, "tokens": 10**7 * 3**number}
         rungs.append({"name": name, "flops": 6e13 * 10**number} | size)

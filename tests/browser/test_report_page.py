@@ -21,6 +21,9 @@ CASES = {
     "96 layers": [(METHODS, 96)],
     "sweep": write_sweep,
     "ladder": write_ladder,
+    "sizes given as settings": lambda path: write_ladder(
+        path, METHODS, tuple(f"hidden_size={n}__num_hidden_layers={n}" for n in range(64, 384, 64))
+    ),
 }
 MOST_BYTES = 5_000_000
 
@@ -173,6 +176,10 @@ def touching_words(page):
         """() => [...document.querySelectorAll("figure:not([hidden]) svg")].flatMap((svg) => {
           const boxes = [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBBox()]);
           const found = [];
+          const room = svg.viewBox.baseVal.width;
+          boxes.forEach(([a, p]) => {
+            if (p.x < -0.5 || p.x + p.width > room + 0.5) found.push(`${svg.id}: ${a} | edge`);
+          });
           boxes.forEach(([a, p], n) => boxes.slice(n + 1).forEach(([b, q]) => {
             const across = Math.min(p.x + p.width, q.x + q.width) - Math.max(p.x, q.x);
             const down = Math.min(p.y + p.height, q.y + q.height) - Math.max(p.y, q.y);

@@ -147,11 +147,17 @@ def shortened(words: str, longest: int) -> str:
     return f"{words[: max(1, longest - 1 - end)]}…{words[-end:]}"
 
 
+def fitted(words: str, room: float, size: float = 12) -> str:
+    """As much of ``words`` as there is room for."""
+    return shortened(words, max(3, int(len(words) * min(1.0, room / text_width(words, size)))))
+
+
 def legend(styles: list[Style], y: float, room: float) -> tuple[str, float]:
     """Swatches in rows across the top; returns them and the height they took."""
     parts, x, row = [], 8.0, y
     for style in styles:
-        width = 52 + text_width(style.label)
+        label = fitted(style.label, room - 68)
+        width = 52 + text_width(label)
         if x + width > room - 8 and x > 8:
             x, row = 8.0, row + 20
         parts.append(
@@ -159,7 +165,7 @@ def legend(styles: list[Style], y: float, room: float) -> tuple[str, float]:
             f'<rect x="{x - 4:.0f}" y="{row - 13:.0f}" width="{width - 6:.0f}" height="19" '
             'fill="transparent"/>'
             f"{_stroke(style, f'M{x:.1f} {row - 3.5:.1f}h22', 2.4)}"
-            f"{text(x + 28, row, style.label, size=12)}</g>"
+            f"{text(x + 28, row, label, size=12)}</g>"
         )
         x += width
     return "".join(parts), row - y + 22
@@ -239,7 +245,7 @@ def _facet(
     # all bands below all lines: a band over a line would change its colour
     opacity = 0.16 if len(facet.lines) < 4 else 0.09
     parts = [
-        text(left + 4, top + 12, facet.title, size=13, kind="ink"),
+        text(left + 4, top + 12, fitted(facet.title, width - 8, 13), size=13, kind="ink"),
         *_scales(facet, axes),
         text(x0 + w, y0 + h + 32, facet.x_label, anchor="end", kind="faint"),
         f'<clipPath id="{name}-clip"><rect x="{x0 - 4:.1f}" y="{y0 - 3:.1f}" width="{w + 8:.1f}" '
@@ -278,8 +284,13 @@ def _scales(facet: Facet, axes: _Axes) -> list[str]:
     if facet.has_zero_line and low < 0 < high:
         parts.append(axes.across(axes.y(0), "zero", FAINT))
     parts.append(axes.across(y0 + h, "axis", FAINT))
-    for place, words in (facet.x_ticks or {}).items():
-        parts.append(text(axes.x(place), y0 + h + 16, words, anchor="middle"))
+    end = x0 - 46  # words stay in the figure, and those that would meet others are left out
+    for place, words in sorted((facet.x_ticks or {}).items()):
+        half = text_width(words, 11) / 2
+        x = min(max(axes.x(place), x0 - 46 + half), x0 + w + 7 - half)
+        if x - half >= end:
+            parts.append(text(x, y0 + h + 16, words, anchor="middle"))
+            end = x + half + 6
     is_counted = facet.x_kind == "tokens"
     for tick in [] if facet.x_ticks else nice_ticks(*axes.x_range, max(2, int(w / 62))):
         if is_counted or tick == round(tick):  # there is no layer 1.5
