@@ -111,6 +111,15 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_not_enlarged(depthroute, te
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("option", ["--data", "--out", "--cache", "--tokenizer", "--set"])
+def test_a_name_that_is_not_utf_8_is_refused(depthroute, text, tmp_path, option):
+    """A whole training would else end without its model, which is written last."""
+    words = ["train", "--data", text, "--steps", "1", "--out", tmp_path / "run"]
+    line = refused(depthroute, *words, option, str(tmp_path / "caf\udce9"))
+    assert f"{option} '" in line and "caf\\udce9' holds bytes that are no UTF-8; rename" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_learned_is_a_switch(depthroute, text):
     words = ["train", "--method", "x0_skip", "--routing", "learned=no", "--data", text]
     words += ["--steps", "1"]

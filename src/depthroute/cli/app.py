@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from depthroute._version import __version__
 from depthroute.cli.run_file import Chosen, keys, over_file
 from depthroute.cli.terminal import guard, quiet
-from depthroute.errors import DepthrouteError
+from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.visible import visible_line
 
 Verbose = Annotated[
@@ -65,6 +65,7 @@ class Commands(typer.Typer):
             def run(context: typer.Context, verbose: bool, **values: Any) -> Any:
                 values = over_file(context, values)
                 values = {name: _at_home(value) for name, value in values.items()}
+                _refuse_bytes(context, values)
                 chosen = _chosen(context, values)
                 for name, group in groups.items():
                     own = {f.name: values.pop(f.name, chosen) for f in fields(group)}
@@ -130,6 +131,21 @@ def _at_home(value: Any) -> Any:
     from depthroute.files import at_home
 
     return at_home(value)
+
+
+def _refuse_bytes(context: typer.Context, values: dict[str, Any]) -> None:
+    """Of a name that is not UTF-8: what a run writes about itself could not hold it."""
+    for parameter in context.command.params:
+        value = values.get(parameter.name or "")
+        for part in value if isinstance(value, list) else [value]:
+            try:
+                str(part).encode()
+            except UnicodeEncodeError:
+                option = parameter.opts[0]
+                raise ConfigError(
+                    f"{option} {str(part)!r} holds bytes that are no UTF-8; rename what it names, "
+                    "or use a UTF-8 locale"
+                ) from None
 
 
 app = Commands(
