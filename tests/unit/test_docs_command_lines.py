@@ -75,7 +75,7 @@ def check(line, is_whole):
     if words[0].endswith(".py"):
         return check_script(*words, is_whole=is_whole)
     command, words = command_named_by(words)
-    if is_whole:
+    if is_whole and "--config" not in words:  # a file holds the rest
         needs_command = hasattr(command, "commands") and not command.invoke_without_command
         assert not needs_command, f"{line!r} names a group without a command of it"
         command.make_context(command.name, words)
