@@ -88,7 +88,7 @@ def test_parameters_are_counted_without_embedding_and_head():
         ("2.5M,2.5M", "give at least two sizes, each once"),
         ("0M,1M", "--ladder 0M=0.0 must be a finite number at least 1000"),
         ("99999999999B,1M", "at most 1e\\+12"),
-        ("big,small", "'big' must be key=value"),
+        ("big,small", r"'big' is no size; give parameters with K, M or B, such as 2.5M,8M"),
         ("hidden_size=16,hidden=3", "unknown model setting 'hidden'"),
     ],
 )

@@ -48,6 +48,11 @@ def parse(text: str, preset: Preset, shape: dict[str, Any]) -> list[Rung]:
             check_number(f"--ladder {part}", count, least=LEAST, most=MOST)
             settings = shape_of(count, preset, shape)
         else:
+            if "=" not in part:
+                raise ConfigError(
+                    f"--ladder {text}: {part!r} is no size; give parameters with K, M or B, such "
+                    "as 2.5M,8M, or model settings with colons between them"
+                )
             settings = parse_assignments(part.split(":"), "--ladder")
         name = part if size else part.replace(":", " ")
         count = num_parameters(presets.with_model(preset, shape | settings))
