@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import sys
 
 import pytest
@@ -29,6 +30,20 @@ def test_jsonl_plain_and_compressed(tmp_path):
         assert read(file) == TEXTS
         places = [place for _, place in open_corpus(str(file)).read()]
         assert places == sorted(places) and places[-1] <= open_corpus(str(file)).size
+
+
+@pytest.mark.parametrize("content", ["Caf\xe9".encode("latin-1"), "text".encode("utf-16")])
+def test_text_that_is_not_utf_8_is_named_with_its_place(tmp_path, content):
+    """Trained on with signs in place of its letters, it would be another text."""
+    file = tmp_path / "a.txt"
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text: byte 0x\w\w at [03]; convert"):
+        read(file)
+
+
+def test_a_file_of_a_folder_may_have_any_name(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("text")
+    assert read(tmp_path) == ["text"]
 
 
 def test_zstandard(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import depthroute as dr
-from depthroute.data import tokenise
+from depthroute.data import tokenise, vocabulary
 from depthroute.data.batches import IGNORED, DataError
 from depthroute.data.documents import open_corpus
 from depthroute.data.shards import ShardedTokens, read_index
@@ -129,6 +130,37 @@ def test_copies_of_a_document_that_is_held_out_of_few_are_too(tmp_path, others):
     else:  # of one document its last part, and a copy is no other
         assert [a + b for a, b in zip(train, judged, strict=True)] == [held, held]
         assert len(judged[0]) == len(held) * 5 // 100 == len(judged[1])
+
+
+@pytest.mark.parametrize("held_out", [5, 5.0, 40.0])
+@pytest.mark.parametrize("texts", [TEXTS, TEXTS[:2], TEXTS[:3], TEXTS[6:7], ["held out " * 50]])
+def test_a_tokenizer_learns_from_what_is_trained_on_and_from_all_of_it(tmp_path, texts, held_out):
+    if len(texts) == 1 and texts[0].startswith("held out"):  # by its hash: then its last part is
+        texts = [next(t for t in (texts[0] + str(i) for i in range(500)) if is_held_out(t, 5))]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    corpus = open_corpus(str(file))
+    seen = []
+
+    def train(texts, size, name):
+        seen.extend(texts)
+        return vocabulary.train(seen, size, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenise, "train", train)
+        choose_vocabulary("train:300", corpus, tmp_path, held_out=held_out)
+    folder = prepare(corpus, as_bytes(), cache=tmp_path, held_out=held_out)
+    assert seen == [bytes(d).decode() for d in documents(folder, "train", as_bytes())]
+    if len(texts) == 1:
+        (held,) = documents(folder, "validation", as_bytes())
+        assert len(held) == int(len(texts[0]) * held_out / 100) > 0
+
+
+def test_a_trained_tokenizer_is_read_as_utf_8_whatever_the_locale(tmp_path, corpus, monkeypatch):
+    first = choose_vocabulary("train:300", corpus, tmp_path)
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda p, encoding="latin-1": read(p, encoding))
+    assert choose_vocabulary("train:300", corpus, tmp_path).fingerprint == first.fingerprint
 
 
 def test_an_empty_corpus_is_an_error(tmp_path):
@@ -317,3 +349,11 @@ def test_a_damaged_index_of_tokens_is_one_line(tmp_path, text):
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=r"holds no prepared tokens: .*; remove that folder"):
         read_index(tmp_path)
+
+
+def test_a_folder_without_an_index_is_not_offered_for_removal(tmp_path):
+    """It may be the text itself, with ``tokens:`` before its name."""
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(DataError, match=r"has no index\.json; give a folder") as error:
+            read_index(folder)
+        assert "remove" not in str(error.value)

@@ -12,6 +12,7 @@ import importlib
 import io
 import json
 import lzma
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -98,7 +99,7 @@ def _fingerprint(files: list[Path], root: Path, field: str) -> str:
     digest = hashlib.sha256(field.encode())
     for file in files:
         name = file.name if file == root else file.relative_to(root).as_posix()
-        digest.update(name.encode())
+        digest.update(os.fsencode(name))
         with _opened(file) as handle:
             while chunk := handle.read(_CHUNK):
                 digest.update(chunk)
@@ -151,7 +152,12 @@ def _needed(module: str, why: str) -> Any:
 
 def _whole(file: Path, handle: Any) -> Iterator[str]:
     try:
-        yield handle.read().decode("utf-8", errors="replace")
+        yield handle.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at {error.start:,}; "
+            "convert it, as in iconv -f latin1 -t utf-8, or give text"
+        ) from error
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise _damaged(file, error) from error
 

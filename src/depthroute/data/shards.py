@@ -124,6 +124,11 @@ def read_index(folder: Path, *, verify: bool = True) -> dict[str, Any]:
         check(index, {"format": ANYTHING}, "index.json")
         if index["format"] == FORMAT:
             check(index, _INDEX, "index.json")
+    except (FileNotFoundError, NotADirectoryError) as error:  # whatever it is, it may be dear
+        raise DataError(
+            f"{folder} holds no prepared tokens: it has no index.json; give a folder that an "
+            "earlier run made, $DEPTHROUTE_CACHE/tokens/..."
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"{folder} holds no prepared tokens: {error}; remove that folder to prepare it again"

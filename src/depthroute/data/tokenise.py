@@ -70,7 +70,7 @@ def choose_vocabulary(
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     file = cache / "tokenizers" / f"{key}.json"
     if file.is_file():
-        return trained(file.read_text(), name)
+        return trained(file.read_text(encoding="utf-8"), name)
     vocabulary = train(_training_texts(corpus, held_out, validation), int(size), name)
     assert vocabulary.definition is not None
     try:
@@ -106,27 +106,31 @@ def _training_texts(corpus: Corpus, held_out: float, validation: Corpus | None) 
     """What :func:`prepare` trains on, for a tokenizer that is to see nothing else. Beside a
     ``validation`` corpus it passes over as many documents as without, so that it is the same."""
     numbers, sides = set(), set()
-    for text, _ in corpus.read():
+    for text in _texts(corpus):
         numbers.add(number := document_hash(text))
         sides.add(_is_aside(number, held_out))
         if len(sides) == 2:
             break
     left_out: set[int] = set()
     if validation is not None:
-        left_out |= {document_hash(text) for text, _ in validation.read()}
+        left_out |= {document_hash(text) for text in _texts(validation)}
     elif len(sides) < 2 and len(numbers) > 1:
         left_out.add(min(numbers))
     is_single = validation is None and len(numbers) == 1
-    for text, _ in corpus.read():
+    for text in _texts(corpus):
         number = document_hash(text)
         if number in left_out or (len(sides) == 2 and _is_aside(number, held_out)):
             continue
-        yield text[: _boundary(len(text))] if is_single else text
+        yield text[: _boundary(len(text), held_out)] if is_single else text
 
 
-def _boundary(length: int) -> int:
+def _texts(corpus: Corpus) -> Iterator[str]:
+    return (text for text, _ in corpus.read() if text)
+
+
+def _boundary(length: int, held_out: float) -> int:
     """Where the held-out part of a single document begins."""
-    return length - length * HELD_OUT_PERCENT // 100
+    return length - int(length * held_out / 100)
 
 
 def prepare(
@@ -181,7 +185,7 @@ def prepare(
             copies = _Copies(documents, frozenset(judged))
             hashes = _write(copies, writers, held_out, corpus, on_progress)
             if not all(writer.starts for writer in writers.values()):
-                writers = _split_again(temporary, writers, hashes)
+                writers = _split_again(temporary, writers, hashes, held_out)
             vocabulary.save_pretrained(temporary / TOKENIZER)
             index = {
                 "format": shards.FORMAT,
@@ -360,6 +364,7 @@ def _split_again(
     folder: Path,
     writers: dict[str, shards.PartWriter],
     hashes: dict[str, list[int]],
+    held_out: float,
 ) -> dict[str, shards.PartWriter]:
     """So few documents that the hash left a side empty: the one with the smallest hash is held
     out, its copies with it, and of a single document its last part."""
@@ -375,7 +380,8 @@ def _split_again(
         "validation": [tokens for number, tokens in documents if number == smallest],
     }
     if not split["train"]:  # one document, however many copies of it
-        copies, boundary = split["validation"], _boundary(len(documents[0][1]))
+        copies = split["validation"]
+        boundary = _boundary(len(copies[0]), held_out)
         split = {
             "train": [tokens[:boundary] for tokens in copies],
             "validation": [tokens[boundary:] for tokens in copies],
