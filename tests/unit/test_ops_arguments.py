@@ -282,6 +282,13 @@ def test_weights_cannot_be_centred_and_raised_at_once():
         ops.depth_mix(sources, torch.zeros(8), centered=True, adds_sources=True)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 200])
+def test_a_scale_of_zero_leaves_nothing(tokens):
+    sources, query = [torch.randn(tokens, 8) for _ in range(2)], torch.randn(8)
+    with torch.no_grad():
+        assert not ops.depth_mix(sources, query, scale=0.0).any()
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("shift", ["centered", "adds_sources"])
 def test_shifted_weights_are_refused_after_a_prior_by_every_backend(backend, shift):

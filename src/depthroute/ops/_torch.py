@@ -8,6 +8,7 @@ norm are done around it (:mod:`depthroute.ops.mix`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -155,7 +156,7 @@ def few_forward(mix: Mix) -> Tensor:
     rstd = torch.linalg.vector_norm(rows, dim=-1).square_().mul_(1.0 / width).add_(mix.eps).rsqrt_()
     weights = torch.softmax(torch.mv(rows, query).mul_(rstd).view(count, -1), 0)
     if scale != 1.0:  # divided, so that they are exactly 1 at zero queries when scale is S
-        weights.div_(1.0 / scale)
+        weights.div_(1.0 / scale if scale else math.inf)
     residual = None if mix.residual is None else _as(mix.residual, dtype)
     if len(rows) > count:  # more than one token
         x = rows.view(count, -1, width).mul_(weights.unsqueeze(-1)).sum(0).view(shape)
