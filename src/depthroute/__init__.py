@@ -70,14 +70,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("nn", "ops"):
-        return importlib.import_module(f"depthroute.{name}")
-    if name not in _LAZY:
-        raise AttributeError(f"module 'depthroute' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker, a name that is not above is a mistake
+
+    def __getattr__(name: str) -> Any:
+        if name in ("nn", "ops"):
+            return importlib.import_module(f"depthroute.{name}")
+        if name not in _LAZY:
+            raise AttributeError(f"module 'depthroute' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -190,3 +190,13 @@ def test_the_version_is_printed_also_by_the_package_itself(depthroute):
     assert depthroute("--version") == (0, f"depthroute {__version__}\n", "")
     printed = subprocess.run(command("--version"), capture_output=True, text=True, check=True)
     assert printed.stdout == f"depthroute {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [("presets",), ("presets", "--json"), ("--version",)])
+def test_an_output_on_a_full_disk_is_one_line(words):
+    """However much is written: a little waits in a buffer until the end."""
+    command = [sys.executable, "-m", "depthroute", *words]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: cannot write: No space left on device; free some space\n"

@@ -1,7 +1,9 @@
 """The application object, what every command shares, and the entry point."""
 
+import errno
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -202,7 +204,18 @@ def main(commands: typer.Typer = app, name: str = "depthroute") -> None:
     """
     guard()
     try:
-        commands(prog_name=name)
+        try:
+            commands(prog_name=name)
+        finally:
+            print(end="", flush=True)  # what is left of the output fails here, not at the end
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # nobody reads on
+            sys.exit(1)
+        print(f"error: cannot write: {error.strerror}; free some space", file=sys.stderr)
+        sys.exit(2)
     except DepthrouteError as error:
         print(f"error: {visible_line(str(error))}", file=sys.stderr)
         sys.exit(2)
