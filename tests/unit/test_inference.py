@@ -39,6 +39,12 @@ def test_a_speed_up_is_the_training_that_the_baseline_would_need():
     assert law.speed_up(1.4, 1.3) is None
 
 
+def test_a_law_that_hardly_falls_gives_no_factor_beyond_all_numbers():
+    law = Law(floor=0.0, exponent=1e-4, source="here")
+    assert law.speed_up(4.0, 3.0) is None and law.speed_up(3.0, 4.0) is None
+    assert law.speed_up(4.0, 3.9) == pytest.approx(math.exp(1e4 * math.log(4.0 / 3.9)))
+
+
 def test_the_published_law_is_used_for_tokens_alone():
     assert law_for("token") is PUBLISHED and law_for("byte") is None
     assert "not fitted to this run" in PUBLISHED.source

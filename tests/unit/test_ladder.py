@@ -100,11 +100,12 @@ def test_a_ladder_that_has_no_meaning_is_refused(text, message):
 RUNGS = "num_hidden_layers=1,num_hidden_layers=2:intermediate_size=64"
 
 
-def climb(path, *, resume=False, steps=2, **watch):
-    rungs = climbing.parse(RUNGS, SMALL, {})
+def climb(path, *, resume=False, steps=2, sizes=RUNGS, clip=1.0, **watch):
+    rungs = climbing.parse(sizes, SMALL, {})
 
     def prepare(rung):
-        settings = replace(SETTINGS, steps=steps * len(rung.shape), warmup_steps=0, lr=0.05)
+        steps_ = steps * len(rung.shape)
+        settings = replace(SETTINGS, steps=steps_, warmup_steps=0, lr=0.05, clip=clip)
         preset = presets.with_model(SMALL, rung.shape)
         methods = parse_methods("standard,delta")
         return sweeping.unswept(
@@ -198,4 +199,6 @@ def test_a_ladder_that_would_train_on_something_else_is_refused_and_stays_as_it_
     before = (path / "config.json").read_bytes()
     with pytest.raises(ConfigError, match=r"started with 128 tokens at .* and now has 192"):
         climb(path, resume=True, steps=3)
+    with pytest.raises(ConfigError, match=r"started with train.clip 1.0 and now has 0.5"):
+        climb(path, resume=True, sizes=f"{RUNGS},num_hidden_layers=3", clip=0.5)
     assert (path / "config.json").read_bytes() == before

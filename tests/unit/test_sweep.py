@@ -425,6 +425,39 @@ def test_a_run_that_fails_is_noted_the_others_go_on_and_a_second_start_finishes_
     assert untimed(again) == untimed(finished[1])
 
 
+def copied(finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns(".depthroute-*"))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(rates(*RATES), name="weight_decay"),
+        sweeping.unswept(comparison()),
+    ],
+)
+def test_a_sweep_does_not_go_on_with_another_setting_and_stays_as_it_is(finished, tmp_path, other):
+    path = copied(finished, tmp_path)
+    before = {name: (path / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
+    said = f"started with --sweep lr and now has .*{other.name or 'no --sweep'}; resume"
+    with pytest.raises(ConfigError, match=said):
+        run(other, path, resume=True)
+    assert before == {name: (path / name).read_bytes() for name in before}
+
+
+def test_a_run_that_lost_its_records_is_trained_again(finished, tmp_path):
+    path = copied(finished, tmp_path)
+    lost = path / "runs" / "delta" / "lr=0.25" / "seed-1"
+    assert (lost / "summary.json").is_file()
+    lines = (lost / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (lost / "metrics.jsonl").write_bytes(b"".join(lines[:4]))
+    assert untimed(run(rates(*RATES), path, resume=True, look=look)) == untimed(finished[1])
+    (lost / "config.json").unlink()
+    with pytest.raises(RunError, match=r"1 of 4 runs failed, the first with delta .* seed 1: .*"):
+        run(rates(*RATES), path, resume=True)
+
+
 def test_the_page_shows_loss_against_the_value_the_choice_and_the_interval(finished, tmp_path):
     path, summary, _ = finished
     data = write_report([path], tmp_path / "report.html")

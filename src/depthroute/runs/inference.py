@@ -11,6 +11,8 @@ from itertools import pairwise
 from typing import Any
 
 CONFIDENCE = 0.95
+LARGEST = 700.0
+"""Logarithm of a factor that can still be written down."""
 FLOORS = 1000
 """How finely a floor is looked for between zero and the lowest loss."""
 
@@ -25,10 +27,12 @@ class Law:
     """Where the two numbers are from."""
 
     def speed_up(self, baseline: float, loss: float) -> float | None:
-        """How many times as much training the baseline would need to reach ``loss``."""
+        """How many times as much training the baseline would need to reach ``loss``; None where
+        the law knows no such loss, or only at a factor that is no number."""
         if min(baseline, loss) <= self.floor:
-            return None  # the law knows no such loss
-        return ((baseline - self.floor) / (loss - self.floor)) ** (1 / self.exponent)
+            return None
+        times = math.log((baseline - self.floor) / (loss - self.floor)) / self.exponent
+        return math.exp(times) if abs(times) < LARGEST else None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

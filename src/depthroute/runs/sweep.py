@@ -163,7 +163,7 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
     ``config["sweep"]["methods"]`` says what was tried. A method that has no value inside its sweep
     is not reported.
     """
-    run, config = RunDirectory(root), _config(root, _WHOLE)
+    run, config = RunDirectory(root), read_config(root)
     chosen = choices(root, config)
     reported = {n: r for n, r in config["methods"].items() if n in chosen and not chosen[n].edge}
     records, traces, settings = [], [], []
@@ -182,6 +182,11 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
     train = config["train"] | _trained([s["train"] for s in settings])
     methods = reported or config["methods"]
     return config | {"sweep": swept, "train": train, "methods": methods}, records, traces
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """Of the whole."""
+    return _config(root, _WHOLE)
 
 
 def _config(path: Path, shape: Shape) -> dict[str, Any]:

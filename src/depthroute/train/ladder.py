@@ -122,7 +122,8 @@ def run_ladder(
     config = _config(rungs, sweeps, tokens_per_parameter)
     if (run.path / "config.json").is_file():
         _refuse_another(run, config)
-    run.write_json("config.json", config)
+    else:
+        run.write_json("config.json", config)
     summaries = []
     with ExitStack() as stack:
         begun = []
@@ -131,8 +132,9 @@ def run_ladder(
             part, is_resumed = open_run(layout.rung_folder(run.path, name), resume=True)
             stack.enter_context(closing(part))
             begun.append((sweep, part, sweeping.begin(sweep, part, runner, is_resumed=is_resumed)))
-        for sweep, part, config in begun:
-            summaries.append(sweeping.finish(sweep, part, runner, config))
+        run.write_json("config.json", config)  # with sizes that none of the sweeps has refused
+        for sweep, part, its in begun:
+            summaries.append(sweeping.finish(sweep, part, runner, its))
     fitted = layout.fit(layout.read_rungs(run.path), summaries)
     is_complete = all(summary["is_complete"] for summary in summaries)
     summary = {"is_complete": is_complete, "signal": runner.signal or None, "ladder": fitted}

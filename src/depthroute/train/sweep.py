@@ -287,8 +287,10 @@ def _why(process: subprocess.Popen[bytes]) -> str:
 
 
 def _is_finished(path: Path) -> bool:
+    """By its records too, which are what is read of it: a summary may have outlived them."""
     try:
-        return RunDirectory(path).read_json("summary.json").get("is_complete") is True
+        is_summarised = RunDirectory(path).read_json("summary.json").get("is_complete") is True
+        return is_summarised and layout.final_loss(path) is not None
     except RunError:
         return False
 
@@ -392,11 +394,23 @@ def _configure(sweep: Sweep, run: RunDirectory, is_resumed: bool) -> dict[str, A
         saved = run.read_json("config.json")
         same = {name: saved.get(name) for name in ("methods", "seeds")}
         refuse_another(run, config | same)
+        _refuse_another_setting(run, sweep.name)
         config["data"] = saved["data"] | config["data"]
     else:
         config["data"] |= {"baselines": baselines(sweep.comparison)}
     run.write_json("config.json", config)
     return config
+
+
+def _refuse_another_setting(run: RunDirectory, name: str | None) -> None:
+    """What was tried so far is values of the setting that the sweep was started with."""
+    before = layout.read_config(run.path)["sweep"]["name"]
+    if before != name:
+        was, now = ("no --sweep" if n is None else f"--sweep {n}" for n in (before, name))
+        raise ConfigError(
+            f"{run.path} was started with {was} and now has {now}; resume with the same, or start "
+            "a new sweep with another --out"
+        )
 
 
 def _measure(comparison: Comparison, run: RunDirectory, note: Callable[[str], None]) -> None:
