@@ -1,6 +1,7 @@
 """A comparison whose files were lost, damaged or never written."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
@@ -87,6 +88,26 @@ def test_a_summary_that_is_missing_is_written_and_nothing_is_trained(tmp_path, w
     (run.path / "summary.json").unlink()
     summary = compare(run, is_resumed=True, on_step=pytest.fail)
     assert run.read_json("summary.json") == summary == whole[1]
+
+
+def test_every_record_is_on_the_disk_before_the_summary_that_makes_checkpoints_needless(
+    tmp_path, monkeypatch
+):
+    run, synced, fsync = RunDirectory.create(tmp_path / "run"), [], os.fsync
+
+    def spy(handle):
+        is_metrics = os.path.samestat(os.fstat(handle), run.metrics.stat())
+        synced.append(os.fstat(handle).st_size if is_metrics else 0)
+        fsync(handle)
+
+    def write_json(name, values):
+        if name == "summary.json":
+            assert max(synced) == run.metrics.stat().st_size
+        RunDirectory.write_json(run, name, values)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    monkeypatch.setattr(run, "write_json", write_json)
+    assert compare(run)["is_complete"]
 
 
 def test_killed_between_the_last_validation_and_the_last_look_it_is_looked_at(

@@ -119,6 +119,13 @@ class RunDirectory:
         except OSError as error:
             raise RunError(f"cannot write {self.metrics}: {files.reason(error)}") from error
 
+    def sync(self) -> None:
+        """What was appended is on the disk, whatever happens to the machine."""
+        try:
+            files.sync_file(self.metrics)
+        except OSError as error:
+            raise RunError(f"cannot write {self.metrics}: {files.reason(error)}") from error
+
     def count(self) -> int:
         """Lines so far, on the disk; a checkpoint keeps it, so that a resumed run knows which of
         them count."""

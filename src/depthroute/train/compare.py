@@ -117,6 +117,7 @@ def run_comparison(
         except KeyboardInterrupt:
             experiment.record("interrupted", signal=int(signal.SIGINT))
     summary = summarise(config, run.records())
+    run.sync()
     run.write_json("summary.json", summary)
     if summary["is_complete"]:  # and on disk; only now are its checkpoints of no more use
         experiment.checkpoints.remove()
