@@ -227,6 +227,7 @@ def _missing(grid: dict[str, Any], found: list[Field]) -> list[str]:
             commands.append(_changed(command, "more", methods=",".join(absent)))
         for (value, seeds), few in _few_seeds(found, methods).items():
             narrowed = _changed(command, value, methods=",".join(few), seeds=seeds)
+            narrowed = re.sub(r"\s--jobs \S+", "", narrowed)  # methods of one run go in turns
             commands.append(re.sub(r"--sweep (\w+)=\S+", rf"--set \1={value}", narrowed))
     return commands
 

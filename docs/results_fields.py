@@ -103,6 +103,8 @@ def fields(grid: str) -> list[Field]:
     return sorted(found, key=lambda known: known.run["summary"]["base_parameters"] or 0)
 
 
+GIVEN = ("equal", "base", "freeze_base")
+"""Of a run, beside its settings: the same of what, and what was trained further."""
 OWN = ("lr", "min_lr", "routing_lr", "routing_min_lr")
 """Training settings that every method may have of its own."""
 
@@ -121,6 +123,7 @@ def _is_alike(known: Field, run: dict[str, Any], orders: dict[str, str]) -> bool
     both = settings[0].keys() & settings[1].keys()
     return (
         all(configs[0]["data"].get(name) == configs[1]["data"].get(name) for name in TEXT)
+        and all(configs[0].get(name) == configs[1].get(name) for name in GIVEN)
         and configs[0]["preset"]["model"] == configs[1]["preset"]["model"]
         and summaries[0]["base_parameters"] == summaries[1]["base_parameters"]
         and summaries[0]["tokens"] == summaries[1]["tokens"]
@@ -172,10 +175,16 @@ def _trained(run: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _joined(series: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """With the losses and traces of more seeds; what is drawn stays that of the first."""
+    """With the losses and traces of more seeds, and its speed where the first has none; what is
+    drawn stays that of the first."""
     losses = {int(seed): loss for each in (series, more) for seed, loss in losses_of(each).items()}
-    diverged = series["row"]["diverged"] + more["row"]["diverged"]
-    row = series["row"] | {"validation_loss": over_seeds(losses), "diverged": diverged}
+    rows = series["row"], more["row"]
+    speeds = [row["relative_speed"] for row in rows if row["relative_speed"] is not None]
+    row = rows[0] | {
+        "validation_loss": over_seeds(losses),
+        "diverged": rows[0]["diverged"] + rows[1]["diverged"],
+        "relative_speed": next(iter(speeds), None),
+    }
     by_seed = {name: series[name] | more[name] for name in ("by_seed", "scores")}
     return series | {"row": row} | by_seed
 

@@ -11,6 +11,7 @@ from tests.runs import write_ladder, write_run, write_sweep
 
 from bench import evidence as distilling
 from depthroute.config import parse_methods
+from depthroute.data import sources
 from depthroute.errors import DepthrouteError
 from depthroute.methods import BASELINE
 from depthroute.runs.directory import RunDirectory
@@ -166,6 +167,29 @@ def test_a_grid_names_what_is_still_to_be_run(results, tmp_path):
     assert named == ["delta:sources=cumulative", "attnres-full:sources=cumulative"]
 
 
+STANDS_FOR = {"CHOSEN": "zero", "DELTA-BLOCK": "1e-3", "ATTNRES-BLOCK": "1e-3"}
+"""What the plan writes for a value that another grid chooses."""
+
+
+def test_what_is_still_to_be_run_is_taken_by_compare(depthroute, monkeypatch):
+    """Up to where it would read the text."""
+
+    def read(*_):
+        raise DepthrouteError("all was understood")
+
+    monkeypatch.setattr(sources, "prepare", read)
+    planned = [
+        command
+        for name, grid in evidence.plan()["grid"].items()
+        for command in (*evidence._missing(grid, evidence.fields(name)), *grid["commands"])
+    ]
+    for command in planned:
+        _, *words = re.sub("|".join(STANDS_FOR), lambda m: STANDS_FOR[m[0]], command).split()
+        if words[0] == "compare":
+            _, _, err = depthroute(*words)
+            assert "all was understood" in err, f"{command}: {err}"
+
+
 def test_a_grid_asks_for_the_seeds_that_its_methods_lack(results, tmp_path):
     put(results, "a", write_sweep(tmp_path / "sweep", METHODS))
     grid = evidence.plan()["grid"]["a"]
@@ -173,7 +197,8 @@ def test_a_grid_asks_for_the_seeds_that_its_methods_lack(results, tmp_path):
     (command,) = few
     words = command.split()
     assert words[words.index("--methods") + 1] == "standard,attnres-full,delta"
-    assert "--sweep" not in words and words[words.index("--seeds") - 1] == "lr=0.003"
+    assert not {"--sweep", "--jobs"} & {*words}
+    assert words[words.index("--seeds") - 1] == "lr=0.003"
     assert words[-2:] == ["--out", "runs/grid_a_0.003"]
     again = write_run(tmp_path / "again", METHODS, seeds=(2,), steps=10)
     settings = json.loads((again / "config.json").read_text())
@@ -260,6 +285,8 @@ def test_methods_that_were_not_tuned_are_not_said_to_be(results, tmp_path):
         ("train", {"weight_decay": 0.5}),
         ("train", {"precision": "bf16"}),
         ("train", {"validation_sequences": 1}),
+        (None, {"equal": "time"}),
+        (None, {"base": "another"}),
         ("data", {"sha256": "2"}),
         ("data", {"validation_sha256": "2"}),
         ("data", {"tokenizer": {"name": "bytes"}}),
@@ -272,9 +299,10 @@ def test_runs_that_were_trained_or_judged_otherwise_are_not_set_beside_each_othe
     other = batched(tmp_path / "other", ("delta",), 1)
     put(results, "a", one, other)
     assert len(evidence.fields("a")) == 1
-    for path, values in ((one, dict.fromkeys(change)), (other, change)):
+    before = {"equal": "tokens", "base": "one"}
+    for path, values in ((one, {name: before.get(name) for name in change}), (other, change)):
         config = json.loads((path / "config.json").read_text())
-        config[part] |= values
+        (config if part is None else config[part]).update(values)
         (path / "config.json").write_text(json.dumps(config))
     put(results, "a", one, other)
     assert len(evidence.fields("a")) == 2
@@ -382,6 +410,7 @@ def test_more_seeds_join_what_a_sweep_chose(results, tmp_path):
         return evidence.fields("a")
 
     (after,) = fields("more")
+    assert after.series["delta"]["row"]["relative_speed"] == 950 / 1000, "that of the sweep"
     assert "2 seeds" in before.words and "4 seeds" in after.words
     few, many = (evidence.difference(f, "delta", "standard")["by_seed"] for f in (before, after))
     assert few.items() <= many.items() and [*many] == [*"0123"]
@@ -389,6 +418,10 @@ def test_more_seeds_join_what_a_sweep_chose(results, tmp_path):
     assert len(fields("known seeds", seeds=(1, 2))) == 2
     assert len(fields("another rate", lr=0.001)) == 2
     assert len(fields("another text", sha256="another")) == 2
+    with (swept / "metrics.jsonl").open("a") as records:  # stopped before it measured others
+        records.write('{"event": "speed", "tokens_per_second": {"standard": 1000.0}}\n')
+    (timed,) = fields("with its speed")
+    assert timed.series["delta"]["row"]["relative_speed"] == pytest.approx(1 / 1.1)
 
 
 def test_runs_of_different_length_are_each_judged_at_their_end(results, tmp_path):
