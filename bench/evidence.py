@@ -16,10 +16,12 @@ from typing import Any
 from depthroute.diagnostics.report_data import collect
 from depthroute.diagnostics.run_files import read_ladder, read_run
 from depthroute.errors import DepthrouteError
-from depthroute.runs.directory import RUN_FILE, RunDirectory
+from depthroute.json_shape import NUMBER, TEXT, WHOLE, check
+from depthroute.runs.directory import ALONE, RUN_FILE, RunDirectory
 
 SITE = ("max_weight", "normalised_max", "normalised_entropy")
 SCORES = "scores.json"
+_SCORES = {"tasks": [{"task": TEXT, "metric": TEXT, "value": NUMBER, "num_items": WHOLE}]}
 SUBLAYER = ("output_rms", "stream_rms", "gradient_rms")
 _PATH = re.compile(r"(?<![\w.])[~.]{0,2}/[^\s,;\"']*")
 _HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")
@@ -35,8 +37,11 @@ def distil(paths: list[Path]) -> dict[str, Any]:
 
 
 def _known(path: Path) -> dict[str, Any]:
-    data = _read_json(path, {})
-    if not isinstance(data, dict) or data.get("kind") != "evidence" or data["ladder"]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        data = None
+    if not isinstance(data, dict) or data.get("kind") != "evidence" or data.get("ladder", True):
         raise DepthrouteError(
             f"{str(path)!r} is no evidence that runs can be added to; give a file that `python -m "
             "bench evidence` made of comparisons, and directories of runs"
@@ -46,15 +51,17 @@ def _known(path: Path) -> dict[str, Any]:
 
 def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """As one: series know their run and what they may be drawn with by numbers."""
+    known = []
+    for run in (run for part in parts for run in part["runs"]):
+        if run["config"] in known:
+            raise DepthrouteError(f"the run {run['name']!r} is there already; give it once")
+        known.append(run["config"])
     whole, *rest = parts
     for part in rest:
-        known = [run["config"] for run in whole["runs"]]
+        count = len(whole["runs"])
         groups = 1 + max(series["group"] for series in whole["series"])
-        for run in part["runs"]:
-            if run["config"] in known:
-                raise DepthrouteError(f"the run {run['name']!r} is there already; give it once")
         series = [
-            each | {"run": each["run"] + len(known), "group": each["group"] + groups}
+            each | {"run": each["run"] + count, "group": each["group"] + groups}
             for each in part["series"]
         ]
         runs = whole["runs"] + part["runs"]
@@ -66,61 +73,83 @@ def _together(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _distilled(paths: list[Path]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        paths = _joined(paths, Path(folder) / "runs")
+        paths, scores = _joined(paths, Path(folder) / "runs")
         places = [path for path, _ in read_ladder(paths)] or paths
         data = collect(paths)
         runs = [read_run(place) for place in places]
         for about, place in zip(data["runs"], places, strict=True):
             _refuse_unfinished(about, place)
             _describe(about, place)
-        scores = [_read_json(place / SCORES, {}) for place in places]
     for series in data["series"]:
         method, rows = series["row"]["method"], data["runs"][series["run"]]["summary"]["rows"]
         # a report sets runs side by side at a step that all have; evidence is each at its end
         series["row"] = next(row for row in rows if row["method"] == method)
         series["training"] = None  # what was held out is what is judged
         series["by_seed"] = _by_seed(runs[series["run"]]["traces"], method)
-        series["scores"] = scores[series["run"]].get(method, {})
+        series["scores"] = scores.get(places[series["run"]], {}).get(method, {})
     machine = data["runs"][0]["config"]["environment"]
     return _without_paths({"kind": "evidence", "machine": machine, **data})
 
 
-def _joined(paths: list[Path], folder: Path) -> list[Path]:
-    """With all runs of one model as one comparison, in ``folder``."""
-    configs = {path: _read_json(path / "config.json", {}) for path in paths}
-    alone = [path for path in paths if configs[path].get("kind") in ("train", "finetune")]
-    if len(alone) < 2:
-        return paths
-    first, methods, seeds, scores = configs[alone[0]], {}, set(), dict[str, dict[str, Any]]()
-    records, traces = [], []
-    for path in alone:
-        config = configs[path]
-        for name in first.keys() - {"methods", "seeds", "environment"}:
-            if config.get(name) != first[name]:
+def _joined(
+    paths: list[Path], folder: Path
+) -> tuple[list[Path], dict[Path, dict[str, dict[str, Any]]]]:
+    """With all runs of one model as one comparison, in ``folder``; and what the tasks said of its
+    models, by method and seed."""
+    kinds = {
+        path: RunDirectory(path).read_json("config.json").get("kind")
+        for path in paths
+        if (path / "config.json").is_file()
+    }
+    alone = {path: read_run(path) for path in paths if kinds.get(path) in ALONE}
+    if not alone:
+        return paths, {}
+    (first, its), *_ = alone.items()
+    whole = its["config"] | {"methods": {}, "seeds": []}
+    records, traces, scores, judged = [], [], dict[str, dict[str, Any]](), dict[str, Any]()
+    for path, run in alone.items():
+        config = run["config"]
+        for name in whole.keys() - {"methods", "seeds", "environment"}:
+            if config.get(name) != whole[name]:
                 raise DepthrouteError(
-                    f"{str(path)!r} and {str(alone[0])!r} differ in {name}, so they are not one "
+                    f"{str(path)!r} and {str(first)!r} differ in {name}, so they are not one "
                     "comparison; give runs that differ in method and seed alone"
                 )
-        methods |= config["methods"]
-        seeds |= set(config["seeds"])
-        run = RunDirectory(path)
-        records += [r for r in run.records() if r["event"] not in ("resumed", "interrupted")]
-        traces += _read_json(path / "traces.json", {"traces": []})["traces"]
-        judged = _read_json(path / SCORES, {"tasks": []})["tasks"]
-        tasks = {row["task"]: row["value"] for row in judged if row["metric"] == "acc"}
-        if tasks:
-            scores.setdefault(next(iter(config["methods"])), {})[str(config["seeds"][0])] = tasks
+        (method, routing), *_ = config["methods"].items()
+        (seed, *_) = config["seeds"]
+        of_method = scores.setdefault(method, {})
+        if str(seed) in of_method:
+            raise DepthrouteError(f"{str(path)!r} is seed {seed} of {method} again; give it once")
+        of_method[str(seed)] = _scores(path, judged)
+        whole["methods"] |= {method: routing}
+        whole["seeds"] = sorted({*whole["seeds"], seed})
+        records += [r for r in run["records"] if r["event"] not in ("resumed", "interrupted")]
+        traces += run["traces"]
     folder.mkdir()
-    whole = first | {"methods": methods, "seeds": sorted(seeds)}
-    contents = {"config.json": whole, "traces.json": {"traces": traces}, SCORES: scores}
-    for name, values in contents.items():
+    for name, values in (("config.json", whole), ("traces.json", {"traces": traces})):
         (folder / name).write_text(json.dumps(values))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    return [folder, *(path for path in paths if path not in alone)]
+    return [folder, *(path for path in paths if path not in alone)], {folder: scores}
 
 
-def _read_json(path: Path, otherwise: Any) -> Any:
-    return json.loads(path.read_text()) if path.is_file() else otherwise
+def _scores(path: Path, judged: dict[str, Any]) -> dict[str, float]:
+    """Accuracy by task; ``judged`` is of how many items it was in the runs before."""
+    if not (path / SCORES).is_file():
+        return {}
+    scores = RunDirectory(path).read_json(SCORES)
+    try:
+        check(scores, _SCORES, SCORES)
+    except ValueError as error:
+        raise DepthrouteError(f"{str(path / SCORES)!r} is damaged: {error}") from error
+    rows = [row for row in scores["tasks"] if row["metric"] == "acc"]
+    for row in rows:
+        number, task = row["num_items"], row["task"]
+        if judged.setdefault(task, number) != number:
+            raise DepthrouteError(
+                f"{str(path / SCORES)!r} is of {number} items of {task}, and that of another run "
+                f"of {judged[task]}; score all of them by the same requests"
+            )
+    return {row["task"]: row["value"] for row in rows}
 
 
 def _refuse_unfinished(about: dict[str, Any], place: Path) -> None:

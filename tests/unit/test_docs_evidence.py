@@ -498,57 +498,6 @@ def test_a_data_file_is_small_and_has_no_paths(tmp_path):
     assert set(delta["by_seed"]) == {"0", "1"} and delta["training"] is None
 
 
-@pytest.fixture
-def finetuned(tmp_path):
-    """Runs of one model each, as `finetune` writes them, with what the tasks said."""
-    runs = []
-    for method in ("standard", "delta"):
-        for seed in (0, 1, 2):
-            run = write_run(tmp_path / f"{method}-{seed}", (method,), seeds=(seed,))
-            config = json.loads((run / "config.json").read_text())
-            del config["preset"]
-            config |= {"kind": "finetune", "base": "/models/smol", "freeze_base": False}
-            (run / "config.json").write_text(json.dumps(config))
-            value = 0.5 + 0.01 * seed + (0.02 if method == "delta" else 0.0)
-            rows = [{"task": t, "metric": "acc", "value": value} for t in evidence.TASKS]
-            rows.append({"task": "piqa", "metric": "acc_norm", "value": 0.0})
-            (run / "scores.json").write_text(json.dumps({"tasks": rows}))
-            runs.append(run)
-    return runs
-
-
-def test_runs_of_one_model_each_are_one_comparison(results, finetuned):
-    data = put(results, "e", *finetuned)
-    assert len(data["runs"]) == 1 and data["runs"][0]["summary"]["seeds"] == [0, 1, 2]
-    (field,) = evidence.fields("e")
-    assert field.words.startswith("smol fine-tuned, ")
-    assert len(evidence.difference(field, "delta", "standard")["by_seed"]) == 3
-    better = evidence.difference(field, "delta", "standard", "score")
-    assert list(better["by_seed"].values()) == pytest.approx([2.0] * 3)
-    grids = evidence.grids()
-    assert "The same for every method and seed." in grids
-    assert "| standard | 51.00 |" in grids and "published law" not in grids
-
-
-def test_runs_that_differ_in_more_than_method_and_seed_are_no_comparison(finetuned):
-    config = json.loads((finetuned[-1] / "config.json").read_text())
-    config["train"]["steps"] = 41
-    (finetuned[-1] / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DepthrouteError, match="differ in train, so they are not one comparison"):
-        distilling.distil(finetuned)
-
-
-def test_half_of_the_tasks_is_no_score(results, finetuned):
-    for run in finetuned[:1]:
-        judged = json.loads((run / "scores.json").read_text())
-        judged["tasks"] = judged["tasks"][1:]
-        (run / "scores.json").write_text(json.dumps(judged))
-    put(results, "e", *finetuned)
-    (field,) = evidence.fields("e")
-    better = evidence.difference(field, "delta", "standard", "score")
-    assert list(better["by_seed"]) == ["1", "2"]
-
-
 def test_epochs_are_tokens_over_those_of_the_text(tmp_path):
     run = write_run(tmp_path / "run", METHODS)
     config = json.loads((run / "config.json").read_text())
