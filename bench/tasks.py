@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
+from depthroute import files
 from depthroute.errors import DepthrouteError
 from depthroute.evaluate.tasks import TaskScore, run_tasks
 
@@ -50,11 +52,23 @@ class Requests:
 
     @classmethod
     def load(cls, path: Path) -> Requests:
-        with np.load(path) as file:
-            ends = np.cumsum(file["lengths"])
-            rows = np.split(file["tokens"], ends[:-1])
-            tasks, limit = tuple(str(task) for task in file["tasks"]), int(file["limit"]) or None
-            return cls(rows, file["asked"].tolist(), tasks, limit)
+        tokens, lengths, asked, tasks, limit = _arrays(
+            path, "ask", "tokens", "lengths", "asked", "tasks", "limit"
+        )
+        rows = np.split(tokens, np.cumsum(lengths)[:-1])
+        return cls(rows, asked.tolist(), tuple(map(str, tasks)), int(limit) or None)
+
+
+def _arrays(path: Path, command: str, *names: str) -> list[np.ndarray]:
+    """Of a file that ``command`` writes."""
+    try:
+        with path.open("rb") as handle, np.load(handle) as file:
+            return [file[name] for name in names]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise DepthrouteError(
+            f"cannot read {str(path)!r}: {files.reason(error)}; make it with python -m bench "
+            f"{command}"
+        ) from error
 
 
 def ask(
@@ -134,12 +148,10 @@ def score(
     model: Any, tokenizer: Any, requests: Requests, answers: Path, data: Path | None
 ) -> list[TaskScore]:
     """The harness's scores of the answers, which must be to what it asks now."""
-    with np.load(answers) as file:
-        if str(file["requests"]) != requests.fingerprint:
-            raise DepthrouteError(f"{str(answers)!r} answers other requests; answer these again")
-        pairs = zip(file["log_likelihoods"].tolist(), file["is_greedy"].tolist(), strict=True)
-        known = list(pairs)
-    position = 0
+    named, sums, greedy = _arrays(answers, "answer", "requests", "log_likelihoods", "is_greedy")
+    if str(named) != requests.fingerprint:
+        raise DepthrouteError(f"{str(answers)!r} answers other requests; answer these again")
+    known, position = list(zip(sums.tolist(), greedy.tolist(), strict=True)), 0
 
     def reply(rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         nonlocal position

@@ -209,6 +209,21 @@ def test_answers_given_elsewhere_score_as_the_harness_scores_the_model(
     others = questions.Requests(loaded.rows[::-1], loaded.asked[::-1], tasks, None)
     with pytest.raises(DepthrouteError, match="answers other requests"):
         questions.score(model, tokenizer, others, file, task_data)
+    file.write_text("no archive")
+    with pytest.raises(DepthrouteError, match=r"answers.npz': .*; make it with .* bench answer"):
+        questions.score(model, tokenizer, loaded, file, task_data)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"text", b"PK\x03\x04"])
+def test_requests_that_cannot_be_read_are_one_clear_error(tmp_path, content):
+    path = tmp_path / "requests.npz"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DepthrouteError, match=r"requests.npz': .*; make it with .* bench ask"):
+        questions.Requests.load(path)
+    np.savez(path, tokens=np.zeros(3))
+    with pytest.raises(DepthrouteError, match="'lengths is not a file in the archive'"):
+        questions.Requests.load(path)
 
 
 @pytest.mark.filterwarnings("ignore")
