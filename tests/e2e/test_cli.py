@@ -192,6 +192,22 @@ def test_the_version_is_printed_also_by_the_package_itself(depthroute):
     assert printed.stdout == f"depthroute {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "No such command 'trian'. Did you mean 'train'?; see depthroute --help"),
+        ("train", "Missing option '--data'; see depthroute train --help"),
+        ("bench stp", "No such command 'stp'. Did you mean 'step'?; see depthroute bench --help"),
+        ("train --steps many", "Invalid value for '--steps': "),
+        ("presets --stepz 3", "No such option: --stepz"),
+    ],
+)
+def test_what_is_no_command_line_is_one_line_too(depthroute, words, message):
+    status, out, err = depthroute(*words.split())
+    assert (status, out) == (2, "") and err.startswith(f"error: {message}"), err
+    assert err.count("\n") == 1 and "--help\n" in err
+
+
 @pytest.mark.parametrize("words", [("presets",), ("presets", "--json"), ("--version",)])
 def test_an_output_on_a_full_disk_is_one_line(words):
     """However much is written: a little waits in a buffer until the end."""

@@ -20,6 +20,8 @@ from depthroute.cli.terminal import guard, quiet
 from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.visible import visible_line
 
+UsageError: Any = typer.BadParameter.__base__
+"""Of click, or of the copy inside typer."""
 Verbose = Annotated[
     bool,
     typer.Option(
@@ -205,9 +207,10 @@ def main(commands: typer.Typer = app, name: str = "depthroute") -> None:
     guard()
     try:
         try:
-            commands(prog_name=name)
+            status = commands(prog_name=name, standalone_mode=False)
         finally:
             print(end="", flush=True)  # what is left of the output fails here, not at the end
+        sys.exit(status if isinstance(status, int) else 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
             raise
@@ -218,6 +221,12 @@ def main(commands: typer.Typer = app, name: str = "depthroute") -> None:
         sys.exit(2)
     except DepthrouteError as error:
         print(f"error: {visible_line(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except UsageError as error:
+        if words := error.format_message():  # without any, the help has been shown
+            where = name if error.ctx is None else error.ctx.command_path
+            words = f"{words.rstrip('.')}; see {where} --help"
+            print(f"error: {visible_line(words)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

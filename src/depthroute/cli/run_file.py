@@ -73,7 +73,12 @@ def _read(context: typer.Context, path: Path | None) -> Path | None:
         name = parameters[key].name
         if name in defaults:
             raise ConfigError(f"{where}: {key} is given twice, with - and with _; give it once")
-        defaults[name] = _as_typed(f"{where}: {written}", value, parameters[key])
+        place = f"{where}: {written}"
+        defaults[name] = _as_typed(place, value, parameters[key])
+        try:
+            parameters[key].process_value(context, defaults[name])
+        except typer.BadParameter as error:
+            raise ConfigError(f"{place} = {shown(value)}: {error.message}") from error
     context.default_map = defaults
     return path
 
