@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    options.folder.mkdir(parents=True, exist_ok=True)
     harness = Harness(options.folder)
     names = options.only or list(harness.scenarios)
     harness.warm(names)
