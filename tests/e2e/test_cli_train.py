@@ -203,6 +203,29 @@ def test_finetune_converts_and_trains_with_the_published_rates(
     tells_the_story(out, printed, err, base, texts)
 
 
+def test_finetune_killed_before_its_first_checkpoint_proves_its_start_again(
+    depthroute, tmp_path, texts, base
+):
+    """What goes on without a checkpoint converts anew: it has an identity to show, and to keep."""
+    out, again = tmp_path / "run", tmp_path / "again"
+    words = ["finetune", "--base", base, "--method", "delta", "--data", texts, "--steps", 2]
+    words += ["--set", "batch_size=2", "--set", "sequence_length=16", "--seed", 3]
+    assert depthroute(*words, "--out", out)[0] == 0
+    shutil.copytree(out, again, ignore=shutil.ignore_patterns("step_*", "*st", "model", "*y.json"))
+    (again / "start.json").unlink()
+    (again / "metrics.jsonl").write_text("")
+    status, _, err = depthroute(*words, "--out", again, "--resume", "auto")
+    assert status == 0 and "no checkpoint yet" in err, err
+    for name in ("summary.json", "start.json"):
+        one, other = (RunDirectory(folder).read_json(name) for folder in (out, again))
+        assert one["identity"] == other["identity"]
+    shutil.rmtree(again / "model")
+    for step in (again / "checkpoints").glob("step_*"):
+        shutil.rmtree(step)
+    status, _, err = depthroute(*words, "--tolerance", "1e-30", "--out", again, "--resume", "auto")
+    assert status == 2 and "is not an identity" in err, err
+
+
 def tells_the_story(out, printed, err, base, texts):
     """Identity before the first step, validation before and after, what changed, what to do."""
     summary = RunDirectory(out).read_json("summary.json")

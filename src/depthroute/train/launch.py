@@ -132,7 +132,7 @@ def train(
         fitted = sources.fit_vocabulary(chosen, vocabulary, shape)
         check_length(settings, fitted.model.get("max_position_embeddings"))
 
-        def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
+        def build(data: TokenData, device: torch.device, is_new: bool) -> Any:
             return presets.build(fitted, device=device, output_init=settings.output_init)
 
         return _Job("train", {"preset": fitted.to_dict()}, fitted.routing, settings, build)
@@ -172,9 +172,9 @@ def finetune(
     def job(vocabulary: dict[str, Any], data: TokenData) -> _Job:
         refuse_unknown_tokens(data, vocabulary, config.vocab_size)
 
-        def build(data: TokenData, device: torch.device, is_resumed: bool) -> Any:
+        def build(data: TokenData, device: torch.device, is_new: bool) -> Any:
             plain = attention.use(load_plain(base, dtype=torch.float32)).to(device)
-            verify = None if is_resumed else data.validation_batches(1)[0].inputs.to(device)
+            verify = data.validation_batches(1)[0].inputs.to(device) if is_new else None
             most = math.inf if tolerance is None else tolerance
             model = convert(plain, routing, verify=verify, tolerance=most)
             if freeze_base:
@@ -260,7 +260,7 @@ def _run(
             story.begin(experiment, request.look, watch.note)
 
         experiment = Experiment(
-            {name: lambda: job.build(data, device, is_resumed)},
+            {name: lambda: job.build(data, device, experiment.is_new)},
             job.settings,
             data,
             run,

@@ -109,6 +109,8 @@ class Experiment:
         """Where it stands: rounds of this seed, and steps of all methods and seeds."""
         self.last_validation: float | None = None
         self._is_resumed = False
+        self.is_new = True
+        """Whether models are made for their first step, not to be given a checkpoint's state."""
         self._stop = Stop()
         self._drawn = lru_cache(maxsize=2 * len(self.builders))(self._draw)
         self._saved = time.monotonic()
@@ -333,7 +335,7 @@ class Experiment:
     def _build(self, *, is_new: bool) -> None:
         """Every method's model and trainer, at the start of the seed."""
         self.trainers.clear()
-        self.memory = {}
+        self.memory, self.is_new = {}, is_new
         if self.settings.compile is not None and self.settings.compile_scope == "whole":
             raise_recompile_limit(len(self.builders))
         first = None
