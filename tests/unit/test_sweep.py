@@ -546,7 +546,7 @@ def test_what_was_tuned_side_by_side_is_forgotten_before_speeds_are_measured(tmp
 
 def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch):
     """It would hold its directory against whoever goes on with the sweep."""
-    monkeypatch.setattr(sweeping.batches, "load", lambda *_, **__: words())
+    monkeypatch.setattr(sweeping.batches, "standard_library", lambda *_, **__: words())
     one = replace(comparison("delta", (0,)), is_part=True)
     job = json.loads(json.dumps(sweeping.Part(one, tmp_path / "run", "", True).job()))
     with pytest.raises(SystemExit):

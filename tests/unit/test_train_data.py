@@ -1,9 +1,13 @@
+import sysconfig
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from depthroute.data import batches as data
 from depthroute.data.batches import DataError, TokenData
+from depthroute.data.documents import data_files
 
 
 def make(train=1000, validation=200, batch_size=3, sequence_length=8):
@@ -12,14 +16,16 @@ def make(train=1000, validation=200, batch_size=3, sequence_length=8):
 
 
 def test_no_standard_library_file_is_in_both_parts():
-    loaded = data.load(None, batch_size=4, sequence_length=64)
-    train, held_out = set(loaded.train_files), set(loaded.validation_files)
+    root = Path(sysconfig.get_paths()["stdlib"])
+    train, held_out = map(set, data.split_files(root, data.standard_library_files(root)))
     assert train and held_out
     assert not train & held_out
     assert 0.01 < len(held_out) / len(train | held_out) < 0.12
-    parts = {part for name in train | held_out for part in name.split("/")}
+    parts = {part for path in train | held_out for part in path.relative_to(root).parts}
     assert not parts & {"test", "tests", "site-packages", "dist-packages"}
-    assert len(loaded.train) > 1_000_000
+    loaded = data.standard_library(batch_size=4, sequence_length=64)
+    assert len(loaded.train) == sum(path.stat().st_size + 1 for path in train) > 1_000_000
+    assert len(loaded.validation) == sum(path.stat().st_size + 1 for path in held_out)
 
 
 def test_the_split_of_a_file_depends_on_its_path_alone(tmp_path):
@@ -30,29 +36,12 @@ def test_the_split_of_a_file_depends_on_its_path_alone(tmp_path):
     assert set(fewer) == set(held_out) & set(files[:200])
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_small_directory_still_has_both_parts(tmp_path, count):
-    for n in range(count):
-        (tmp_path / f"{n}.txt").write_text(f"file {n} " * 50)
-    loaded = data.load(tmp_path, batch_size=1, sequence_length=8)
-    assert loaded.train_files and loaded.validation_files
-    assert not set(loaded.train_files) & set(loaded.validation_files)
-
-
 def test_a_directory_leaves_out_hidden_and_binary_files(tmp_path):
     (tmp_path / "a.txt").write_text("a" * 100)
     (tmp_path / "b.txt").write_text("b" * 100)
     (tmp_path / ".hidden").write_text("h" * 100)
     (tmp_path / "image.bin").write_bytes(b"\0\1\2" * 100)
-    assert [p.name for p in data.text_files(tmp_path)] == ["a.txt", "b.txt"]
-
-
-def test_one_file_is_held_out_by_its_trailing_part(tmp_path):
-    text = bytes(range(32, 122)) * 50
-    (tmp_path / "book.txt").write_bytes(text)
-    loaded = data.load(tmp_path / "book.txt", batch_size=1, sequence_length=8)
-    assert loaded.train.tobytes() + loaded.validation.tobytes() == text
-    assert len(loaded.validation) == len(text) * 5 // 100
+    assert [p.name for p in data_files(tmp_path)] == ["a.txt", "b.txt"]
 
 
 def test_a_batch_is_a_pure_function_of_seed_and_step():
@@ -114,15 +103,11 @@ def test_bigram_counts_cross_chunk_boundaries(monkeypatch):
     assert data.ngram_losses(tokens, tokens.validation_batches(50)) == whole
 
 
-def test_missing_empty_and_small_data_each_have_one_clear_error(tmp_path):
-    options = {"batch_size": 4, "sequence_length": 64}
-    with pytest.raises(DataError, match=r"nowhere does not exist; --data takes a text file"):
-        data.load(tmp_path / "nowhere", **options)
-    with pytest.raises(DataError, match="no text files under"):
-        data.load(tmp_path, **options)
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(DataError, match=r"the train part has 0 bytes and needs at least 257"):
-        data.load(tmp_path / "empty.txt", **options)
-    (tmp_path / "short.txt").write_text("x" * 600)
-    with pytest.raises(DataError, match=r"the validation part has 30 bytes and needs at least 65"):
-        data.load(tmp_path / "short.txt", **options)
+def test_data_that_are_too_few_and_no_library_each_have_one_clear_error(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"the train part has 0 bytes and needs at least 25"):
+        make(train=0)
+    with pytest.raises(DataError, match=r"the validation part has 5 bytes and needs at least 9"):
+        make(validation=5)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match=r"no text files under .*; give text with --data"):
+        data.standard_library(batch_size=4, sequence_length=64)

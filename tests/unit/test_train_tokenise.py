@@ -14,13 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import depthroute as dr
 from depthroute.data import tokenise, vocabulary
-from depthroute.data.batches import IGNORED, DataError
+from depthroute.data.batches import IGNORED, DataError, text_hash
 from depthroute.data.documents import open_corpus
 from depthroute.data.shards import ShardedTokens, read_index
 from depthroute.data.tokenise import (
     choose_vocabulary,
-    document_hash,
-    is_held_out,
     open_tokens,
     prepare,
     stored_vocabulary,
@@ -29,6 +27,10 @@ from depthroute.data.vocabulary import as_bytes, pretrained, train
 from depthroute.errors import ConfigError
 
 TEXTS = [f"Document {i} says {'word ' * (i % 17)}and ends. {i * i}" for i in range(120)]
+
+
+def is_held_out(text, percent):
+    return text_hash(text) % 10_000 < percent * 100
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_few_documents_still_have_a_held_out_part(tmp_path):
 
 @pytest.mark.parametrize("others", [0, 3])
 def test_copies_of_a_document_that_is_held_out_of_few_are_too(tmp_path, others):
-    texts = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=document_hash)[: 1 + others]
+    texts = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=text_hash)[: 1 + others]
     held, *rest = texts
     file = tmp_path / "copies.jsonl"
     rows = [held, *rest, held]
@@ -252,7 +254,7 @@ def tokenizer_texts(monkeypatch, tmp_path, texts, **options):
         seen.extend(given)
         return train(seen, size, name)
 
-    file = tmp_path / f"{document_hash(str(texts))}.jsonl"
+    file = tmp_path / f"{text_hash(str(texts))}.jsonl"
     file.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     monkeypatch.setattr(tokenise, "train", listened)
     choose_vocabulary("train:300", open_corpus(str(file)), tmp_path, **options)
@@ -260,7 +262,7 @@ def tokenizer_texts(monkeypatch, tmp_path, texts, **options):
 
 
 def test_a_tokenizer_sees_nothing_that_is_held_out(tmp_path, monkeypatch, corpus):
-    by_hash = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=document_hash)
+    by_hash = sorted((t for t in TEXTS if not is_held_out(t, 5)), key=text_hash)
     unlucky = next(t for t in TEXTS if is_held_out(t, 5) and len(t) > 40)
 
     def seen(texts, **options):

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthroute.errors import DepthrouteError
-from depthroute.files import at_home
 
 VOCABULARY = 256
 HELD_OUT_PERCENT = 5
@@ -105,8 +104,6 @@ class TokenData:
     validation: Stream
     batch_size: int
     sequence_length: int
-    train_files: tuple[str, ...] = ()
-    validation_files: tuple[str, ...] = ()
     keep_tail: bool = False
     train_documents: np.ndarray | None = None
     """Where each document starts; given, documents are masked from each other."""
@@ -201,38 +198,20 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(count)
 
 
-def load(path: str | Path | None, *, batch_size: int, sequence_length: int) -> TokenData:
-    """Text from a file or a directory, or the standard library where ``path`` is None.
-
-    A directory is held out by file; a single file by its trailing part.
-    """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        name, files = "Python's standard library", standard_library_files(root)
-        remedy = "this Python ships no library sources; give text with --data"
-    else:
-        root, name = at_home(path), str(path)
-        if not root.exists():
-            raise DataError(f"{name} does not exist; --data takes a text file or a directory")
-        files = [root] if root.is_file() else text_files(root)
-        remedy = "--data takes a text file or a directory of them"
+def standard_library(*, batch_size: int, sequence_length: int) -> TokenData:
+    """The running Python's own, held out by file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = standard_library_files(root)
     if not files:
-        raise DataError(f"no text files under {root}; {remedy}")
-    if len(files) == 1:
-        train, validation = _split_trailing(_read(files[0]))
-        parts: tuple[list[Path], list[Path]] = (files, files)
-    else:
-        parts = split_files(root, files)
-        train, validation = (b"".join(_read(f) + END_OF_FILE for f in part) for part in parts)
-    return TokenData(
-        name=name,
-        train=np.frombuffer(train, dtype=np.uint8),
-        validation=np.frombuffer(validation, dtype=np.uint8),
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        train_files=tuple(_relative(f, root) for f in parts[0]),
-        validation_files=tuple(_relative(f, root) for f in parts[1]),
+        raise DataError(
+            f"no text files under {root}; this Python ships no library sources; give text with "
+            "--data"
+        )
+    train, validation = (
+        np.frombuffer(b"".join(_read(f) + END_OF_FILE for f in part), dtype=np.uint8)
+        for part in split_files(root, files)
     )
+    return TokenData("Python's standard library", train, validation, batch_size, sequence_length)
 
 
 def standard_library_files(root: Path) -> list[Path]:
@@ -241,46 +220,23 @@ def standard_library_files(root: Path) -> list[Path]:
     return sorted(sources, key=lambda p: p.relative_to(root).as_posix())
 
 
-def text_files(root: Path) -> list[Path]:
-    """Every visible file under ``root`` that looks like text, in the order of its path."""
-    visible = (
-        p
-        for p in root.rglob("*")
-        if p.is_file() and not any(x.startswith(".") for x in p.relative_to(root).parts)
-    )
-    texts = (p for p in visible if b"\0" not in _read(p, limit=8192))
-    return sorted(texts, key=lambda p: p.relative_to(root).as_posix())
-
-
 def split_files(root: Path, files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Training and held-out files by a hash of the path, so that it never depends on chance.
-
-    Where the hash would leave one side empty, the file with the smallest hash is held out.
-    """
-    hashes = {f: _path_hash(_relative(f, root)) for f in files}
-    held_out = {f for f, value in hashes.items() if value % 100 < HELD_OUT_PERCENT}
-    if not held_out or len(held_out) == len(files):
-        held_out = {min(hashes, key=hashes.__getitem__)}
-    return [f for f in files if f not in held_out], [f for f in files if f in held_out]
+    """Training and held-out files by a hash of the path, so that it never depends on chance."""
+    parts: tuple[list[Path], list[Path]] = ([], [])
+    for file in files:
+        number = text_hash(file.relative_to(root).as_posix())
+        parts[number % 100 < HELD_OUT_PERCENT].append(file)
+    return parts
 
 
-def _path_hash(relative: str) -> int:
-    return int.from_bytes(hashlib.sha256(relative.encode()).digest()[:8], "big")
+def text_hash(text: str) -> int:
+    digest = hashlib.sha256(text.encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8], "big")
 
 
-def _relative(file: Path, root: Path) -> str:
-    return file.name if file == root else file.relative_to(root).as_posix()
-
-
-def _split_trailing(text: bytes) -> tuple[bytes, bytes]:
-    boundary = len(text) - len(text) * HELD_OUT_PERCENT // 100
-    return text[:boundary], text[boundary:]
-
-
-def _read(file: Path, limit: int = -1) -> bytes:
+def _read(file: Path) -> bytes:
     try:
-        with file.open("rb") as handle:
-            return handle.read(limit)
+        return file.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}; check its permissions") from error
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from depthroute.data.batches import DataError, text_files
+from depthroute.data.batches import DataError
 from depthroute.errors import shown
 from depthroute.files import at_home
 
@@ -84,15 +84,19 @@ def _kind(file: Path) -> str:
 
 def data_files(root: Path) -> list[Path]:
     """Every visible file of a known kind, and every other that looks like text, by path."""
-    known = {
+    visible = (
         path
         for path in root.rglob("*")
-        if path.is_file()
-        and path.suffix in (*COMPRESSED, *PARQUET)
-        and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    }
-    texts = set(text_files(root)) - known
-    return sorted(known | texts, key=lambda p: p.relative_to(root).as_posix())
+        if path.is_file() and not any(x.startswith(".") for x in path.relative_to(root).parts)
+    )
+    known = (*COMPRESSED, *PARQUET)
+    files = (path for path in visible if path.suffix in known or _looks_like_text(path))
+    return sorted(files, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _looks_like_text(file: Path) -> bool:
+    with _opened(file) as handle:
+        return b"\0" not in handle.read(8192)
 
 
 def _fingerprint(files: list[Path], root: Path, field: str) -> str:

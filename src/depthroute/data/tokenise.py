@@ -21,7 +21,7 @@ import numpy as np
 
 from depthroute import files
 from depthroute.data import shards
-from depthroute.data.batches import HELD_OUT_PERCENT, DataError, TokenData
+from depthroute.data.batches import HELD_OUT_PERCENT, DataError, TokenData, text_hash
 from depthroute.data.documents import Corpus
 from depthroute.data.vocabulary import Encoder, Vocabulary, as_bytes, pretrained, train, trained
 
@@ -88,17 +88,8 @@ def _unwritable(path: Path, error: OSError) -> DataError:
     )
 
 
-def document_hash(text: str) -> int:
-    digest = hashlib.sha256(text.encode(errors="replace")).digest()
-    return int.from_bytes(digest[:8], "big")
-
-
-def is_held_out(text: str, percent: float) -> bool:
-    """By the content alone: copies of a document are on the same side, whatever their order."""
-    return _is_aside(document_hash(text), percent)
-
-
 def _is_aside(number: int, percent: float) -> bool:
+    """By the content alone: copies of a document are on the same side, whatever their order."""
     return number % 10_000 < percent * 100
 
 
@@ -107,18 +98,18 @@ def _training_texts(corpus: Corpus, held_out: float, validation: Corpus | None) 
     ``validation`` corpus it passes over as many documents as without, so that it is the same."""
     numbers, sides = set(), set()
     for text in _texts(corpus):
-        numbers.add(number := document_hash(text))
+        numbers.add(number := text_hash(text))
         sides.add(_is_aside(number, held_out))
         if len(sides) == 2:
             break
     left_out: set[int] = set()
     if validation is not None:
-        left_out |= {document_hash(text) for text in _texts(validation)}
+        left_out |= {text_hash(text) for text in _texts(validation)}
     elif len(sides) < 2 and len(numbers) > 1:
         left_out.add(min(numbers))
     is_single = validation is None and len(numbers) == 1
     for text in _texts(corpus):
-        number = document_hash(text)
+        number = text_hash(text)
         if number in left_out or (len(sides) == 2 and _is_aside(number, held_out)):
             continue
         yield text[: _boundary(len(text), held_out)] if is_single else text
@@ -345,7 +336,7 @@ def _joined(encoded: list[tuple[int, np.ndarray]], places: list[int]) -> Iterato
 
 
 def _encode(encode: Encoder, texts: list[str]) -> list[tuple[int, np.ndarray]]:
-    return list(zip(map(document_hash, texts), encode(texts), strict=True))
+    return list(zip(map(text_hash, texts), encode(texts), strict=True))
 
 
 _worker: list[Encoder] = []

@@ -95,8 +95,8 @@ def comparison(
         raise ConfigError(
             f"preset {preset!r} with these settings needs text of its own; give it with --data"
         )
-    data = batches.load(
-        None, batch_size=settings.batch_size, sequence_length=settings.sequence_length
+    data = batches.standard_library(
+        batch_size=settings.batch_size, sequence_length=settings.sequence_length
     )
     return Comparison(chosen, parsed, numbers, settings, data, where, equal)
 

@@ -321,7 +321,7 @@ def run_job(job: dict[str, Any], look: Look) -> None:
     settings = TrainSettings.from_dict(config["train"])
     if job["tokens"] is None:
         sizes = {"batch_size": settings.batch_size, "sequence_length": settings.sequence_length}
-        data = batches.load(None, **sizes)
+        data = batches.standard_library(**sizes)
     else:
         data = open_tokens(Path(job["tokens"]), settings, verify=False)
     comparison = Comparison(
