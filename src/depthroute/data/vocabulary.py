@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from depthroute.data.batches import VOCABULARY
 from depthroute.errors import ConfigError, DepthrouteError
@@ -70,8 +71,7 @@ class Encoder:
 
 def as_bytes() -> Vocabulary:
     """A token is a byte; the zero byte stands between documents."""
-    alphabet = _byte_alphabet()
-    vocab = {character: byte for byte, character in enumerate(alphabet)}
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = _fast(_byte_level(models.BPE(vocab=vocab, merges=[]), use_regex=False))
     return Vocabulary("bytes", VOCABULARY, 0, None, tokenizer)
 
@@ -154,11 +154,3 @@ def _fast(tokenizer: Tokenizer, **special: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-def _byte_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level tokenizers, as GPT-2 set it."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    shifted = {byte: 256 + place for place, byte in enumerate(others)}
-    return [chr(shifted.get(byte, byte)) for byte in range(256)]
