@@ -186,6 +186,15 @@ class RunDirectory:
             raise RunError(f"cannot read {self.path / name}: it must be an object")
         return values
 
+    def traces(self) -> list[dict[str, Any]]:
+        """Of the trained models that were looked at."""
+        if not (self.path / "traces.json").is_file():
+            return []
+        traces = self.read_json("traces.json").get("traces")
+        if not isinstance(traces, list) or not all(isinstance(t, dict) for t in traces):
+            raise RunError(f"{self.path / 'traces.json'} holds no traces: it is damaged; remove it")
+        return traces
+
 
 def _is_undone(number: int, record: dict[str, Any], resumed: dict[str, Any]) -> bool:
     """By the lines that the checkpoint counts; older runs of one model give the step alone, and

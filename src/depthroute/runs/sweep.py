@@ -176,7 +176,7 @@ def read_sweep(root: Path) -> tuple[dict[str, Any], Records, list[dict[str, Any]
                 records += [
                     r for r in part.records() if r["event"] not in ("resumed", "interrupted")
                 ]
-                traces += _traces(part)
+                traces += part.traces()
     records += [r for r in run.records() if r.get("method") in (None, *reported)]
     swept = config["sweep"] | {"methods": {n: c.to_dict() for n, c in chosen.items()}}
     train = config["train"] | _trained([s["train"] for s in settings])
@@ -209,15 +209,6 @@ def _trained(settings: Records) -> dict[str, Any]:
         name: value if all(s.get(name) == value for s in settings) else "by method"
         for name, value in names.items()
     }
-
-
-def _traces(run: RunDirectory) -> list[dict[str, Any]]:
-    if not (run.path / "traces.json").is_file():
-        return []
-    traces = run.read_json("traces.json").get("traces")
-    if not isinstance(traces, list):
-        raise RunError(f"{run.path / 'traces.json'} holds no traces: it is damaged; remove it")
-    return traces
 
 
 def tried_values(root: Path) -> dict[str, list[Value]]:

@@ -146,7 +146,7 @@ def _look(experiment: Experiment, look: Look | None, note: Callable[[str], None]
     if look is None:
         return
     earlier = experiment.seeds[: experiment.seeds.index(experiment.seed)]
-    traces = [t for t in _traces(experiment.directory) if t["seed"] in earlier] if earlier else []
+    traces = [t for t in experiment.directory.traces() if t["seed"] in earlier] if earlier else []
     traces += experiment.traces(look, note)
     experiment.directory.write_json("traces.json", {"traces": traces})
 
@@ -164,17 +164,7 @@ def _is_finished(config: dict[str, Any], run: RunDirectory, *, is_looked: bool) 
         return {(r["method"], r["seed"]) for r in records if event in (None, r.get("event"))}
 
     trained = pairs(records, "start") - pairs(records, "diverged")
-    return not is_looked or trained <= pairs(records, "routing") & pairs(_traces(run))
-
-
-def _traces(run: RunDirectory) -> list[dict[str, Any]]:
-    """Of the seeds that were finished."""
-    if not (run.path / "traces.json").is_file():
-        return []
-    traces = run.read_json("traces.json").get("traces")
-    if not isinstance(traces, list) or not all(isinstance(t, dict) for t in traces):
-        raise RunError(f"{run.path / 'traces.json'} holds no traces: it is damaged; remove it")
-    return traces
+    return not is_looked or trained <= pairs(records, "routing") & pairs(run.traces())
 
 
 def _configure(comparison: Comparison, run: RunDirectory, is_resumed: bool) -> dict[str, Any]:
