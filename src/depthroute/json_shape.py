@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from depthroute.errors import shown
+
 LARGEST = 1e30
 """Beyond it a loss or a magnitude is none any more, and sums of such numbers overflow."""
 
@@ -59,10 +61,10 @@ def check(value: Any, shape: Shape, where: str) -> None:
     """A ValueError says which part of ``value`` is not of this shape."""
     if isinstance(shape, Leaf):
         if not shape.is_right(value):
-            raise ValueError(f"{where} is {_short(value)} and must be {shape.words}")
+            raise ValueError(f"{where} is {shown(value)} and must be {shape.words}")
     elif isinstance(shape, list):
         if not isinstance(value, list):
-            raise ValueError(f"{where} is {_short(value)} and must be a list")
+            raise ValueError(f"{where} is {shown(value)} and must be a list")
         for position, item in enumerate(value):
             check(item, shape[0], f"{where}[{position}]")
     else:
@@ -74,8 +76,3 @@ def check(value: Any, shape: Shape, where: str) -> None:
                     check(value[each], inner, f"{where}.{each}")
                 elif key == name:
                     raise ValueError(f"{where} has no {each!r}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
