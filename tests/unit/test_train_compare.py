@@ -23,7 +23,8 @@ from depthroute.runs.display import comparison_table, spread
 from depthroute.runs.summary import comparable_places, summarise
 from depthroute.train import loop, prepare
 from depthroute.train.compare import Comparison, run_comparison
-from depthroute.train.loop import fingerprint, rotated
+from depthroute.train.loop import fingerprint
+from depthroute.train.pace import rotated
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer
 

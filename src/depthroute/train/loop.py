@@ -160,7 +160,7 @@ class Experiment:
 
     def _take_steps(self, steps: Pace) -> None:
         """Of one round. Stopped inside it, a run goes on with the methods that were left."""
-        order = rotated(list(self.trainers), self.round)
+        order = pace.rotated(list(self.trainers), self.round)
         for label in order:
             if self.trainers[label].completed < steps.target(label, self.round + 1):
                 self._step(label, (self.round + 1, steps.rounds))
@@ -445,12 +445,6 @@ def raise_recompile_limit(models: int) -> None:
     """
     config: Any = torch._dynamo.config  # pyright: ignore
     config.recompile_limit = max(config.recompile_limit, 4 * models)
-
-
-def rotated(labels: list[str], step: int) -> list[str]:
-    """The order of a step: each method comes first equally often."""
-    start = step % len(labels) if labels else 0
-    return labels[start:] + labels[:start]
 
 
 def base_parameters(model: Any) -> dict[str, torch.nn.Parameter]:

@@ -78,10 +78,15 @@ def measure(trainers: Mapping[str, Trainer], batch: Batch) -> dict[str, float]:
     labels = list(trainers)
     with _restored(trainers):
         for turn in range(UNTIMED + TIMED):
-            start = turn % len(labels)
-            for label in labels[start:] + labels[:start]:
+            for label in rotated(labels, turn):
                 times[label].append(trainers[label].take_step(batch).seconds)
     return {label: statistics.median(seconds[UNTIMED:]) for label, seconds in times.items()}
+
+
+def rotated(labels: list[str], step: int) -> list[str]:
+    """The order of a step: each method comes first equally often."""
+    start = step % len(labels) if labels else 0
+    return labels[start:] + labels[:start]
 
 
 @contextmanager
