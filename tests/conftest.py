@@ -44,7 +44,7 @@ def depthroute(capsys, monkeypatch):
     from depthroute import cli
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["depthroute", *arguments])
+        monkeypatch.setattr(sys, "argv", ["depthroute", *map(str, arguments)])
         capsys.readouterr()  # what the test itself has printed
         with pytest.raises(SystemExit) as ended:
             cli.main()

@@ -18,7 +18,6 @@ from tests.support import llama_config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 import depthroute as dr
-from depthroute import cli
 from depthroute.data.documents import open_corpus
 from depthroute.data.tokenise import choose_vocabulary
 from depthroute.runs.directory import RunDirectory
@@ -32,20 +31,6 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DEPTHROUTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "dumb")
-
-
-@pytest.fixture
-def depthroute(capsys, monkeypatch):
-    """The entry point in this process: exit status, stdout and stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["depthroute", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        printed = capsys.readouterr()
-        return ended.value.code or 0, printed.out, printed.err
-
-    return call
 
 
 @pytest.fixture
