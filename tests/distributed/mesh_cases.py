@@ -67,6 +67,15 @@ SMALL = {
         "pp2, documents": Case(
             Start(layers=4, is_tied=True, is_masked=True), {"pp": 2, "chunks": 2}, ACCUMULATED
         ),
+        "pp2, value reads, gradients of weights later": Case(
+            Start("roles block", layers=5), {"pp": 2, "schedule": "zbv"}
+        ),
+        "pp2, latents that are scored, gradients of weights later": Case(
+            Start(
+                dr.RoutingConfig("depth_attention", init="gate"), "deepseek_v3", dtype=torch.float32
+            ),
+            {"pp": 2, "schedule": "zero-bubble"},
+        ),
     },
     4: {
         "tp2 x pp2": Case(Start("attnres block", layers=4), {"tp": 2, "pp": 2, "chunks": 2}),

@@ -332,11 +332,15 @@ def splits_backward(model: Any) -> bool:
 
     torch looks for the weights between a stage's inputs and its outputs, and finds none of them
     where the inputs have no gradient, as after an embedding that is frozen. And it runs backward
-    through phase 1 of a group once for each site, the first of which frees what the others need.
+    through what weights share once for each of them, the first of which frees what the others
+    need: through phase 1 of a group, and wherever one weight is used twice, as the gain of both
+    reads of an attention and the expansion of a latent that is scored before it is mixed.
     """
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    is_trained = model.get_input_embeddings().weight.requires_grad
-    return version >= SPLITS_BACKWARD and is_trained and not model.plan.groups
+    is_trained, plan = model.get_input_embeddings().weight.requires_grad, model.plan
+    scores_latents = plan.values == "keys" and model.architecture.values is None
+    is_apart = not (plan.groups or plan.value_reads or scores_latents)
+    return version >= SPLITS_BACKWARD and is_trained and is_apart
 
 
 def _refuse_misfits(model: Any, layout: PipelineLayout, group: Any) -> None:
