@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 import depthroute as dr
 from depthroute.data.batches import Batch
-from depthroute.parallel.mesh import SHARES_PACKED, MeshLayout
+from depthroute.parallel.mesh import MeshLayout
 from depthroute.parallel.spread import Spread
+from depthroute.parallel.tensor import SHARES_PACKED
 from depthroute.parallel.world import SINGLE, World
 from depthroute.train.settings import TrainSettings
 from depthroute.train.trainer import Trainer

@@ -10,7 +10,7 @@ from tests.support import llama_config
 import depthroute as dr
 from depthroute.cli.options import MeshOptions
 from depthroute.errors import ConfigError
-from depthroute.parallel import mesh
+from depthroute.parallel import tensor
 from depthroute.parallel.mesh import MeshLayout
 from depthroute.parallel.world import SINGLE
 from depthroute.train import launch
@@ -18,7 +18,9 @@ from depthroute.train.settings import TrainSettings
 
 
 def meta_model(layers=8, family="llama", **settings):
-    config = llama_config(layers, **settings) if family == "llama" else family_config(family)
+    config = llama_config(layers, **settings)
+    if family != "llama":
+        config = family_config(family, **settings)
     with torch.device("meta"):
         return dr.from_config(config, dr.RoutingConfig("delta", num_blocks=2))
 
@@ -81,13 +83,25 @@ def test_a_family_without_a_plan_of_tensor_parallel_is_refused_in_one_line():
         MeshLayout(dp=1, tp=2).check(meta_model(family="gpt2"), 4, 1, 8)
 
 
+def test_a_plan_whose_styles_ranks_cannot_share_is_refused_before_weights_are_there():
+    with pytest.raises(ConfigError, match=r"^llama4_text shares .*experts.* as 'packed_rowwise'"):
+        MeshLayout(dp=1, tp=2).check(meta_model(family="llama4_text"), 4, 1, 8)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3"])
+def test_what_ranks_put_together_again_has_to_be_in_even_parts(family):
+    model = meta_model(family=family, intermediate_size=96)
+    with pytest.raises(ConfigError, match=r"^--tp 3 does not divide .*32 \(inputs of o_proj\)"):
+        MeshLayout(dp=1, tp=3).check(model, 4, 1, 9)
+
+
 def test_heads_that_ranks_do_not_share_need_not_divide(monkeypatch):
-    monkeypatch.setattr(mesh, "SHARES_PACKED", (2, 0))
+    monkeypatch.setattr(tensor, "SHARES_PACKED", (2, 0))
     MeshLayout(dp=1, tp=8).check(meta_model(family="deepseek_v3"), 4, 1, 8)
 
 
 def test_experts_that_this_torch_cannot_share_are_refused(monkeypatch):
-    monkeypatch.setattr(mesh, "SHARES_PACKED", (99, 0))
+    monkeypatch.setattr(tensor, "SHARES_PACKED", (99, 0))
     with pytest.raises(ConfigError, match=r"^mixtral packs gate and up .*use torch 99\.0, or --pp"):
         MeshLayout(dp=1, tp=2).check(meta_model(family="mixtral"), 4, 1, 8)
 

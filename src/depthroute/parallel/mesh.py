@@ -8,24 +8,18 @@ batch.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
-from math import gcd
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from depthroute.checks import check_choice, check_switch, check_whole
 from depthroute.errors import ConfigError
 from depthroute.parallel.layout import PipelineLayout
+from depthroute.parallel.tensor import refuse_tensor_misfits
 from depthroute.plan import Plan
 
 MODES = ("ddp", "fsdp")
 AXES = ("pp", "dp", "tp")
-PACKED = "packed_colwise"
-"""Of experts that have gate and up after each other in one matrix."""
-SHARES_PACKED = (2, 13)
-"""The torch whose DTensors may be every second part of a dimension; 2.11's may not."""
 PIPELINE_ONLY = ("schedule", "chunks", "micro_batches", "layers")
 
 
@@ -140,46 +134,3 @@ class MeshLayout:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"layers": None if self.layers is None else list(self.layers)}
-
-
-def tensor_plan(model: Any) -> dict[str, str]:
-    """transformers' plan of which modules of layers ranks share, by name in the decoder. Some
-    versions share embeddings too, which are whole here."""
-    plan = getattr(model.config, "base_model_tp_plan", None) or {}
-    return {name: style for name, style in plan.items() if ".*." in name}
-
-
-def shares_heads(plan: dict[str, str]) -> bool:
-    """Whether with it a rank has some of the heads only."""
-    names = {name.rpartition(".")[2]: style for name, style in plan.items()}
-    return any(names.get(name) == "colwise" for name in ("k_proj", "query_key_value", "qkv_proj"))
-
-
-def refuse_tensor_misfits(model: Any, tp: int) -> None:
-    config, kind = model.config, model.architecture.model_type
-    if not tensor_plan(model):
-        raise ConfigError(
-            f"{kind} has no plan of tensor parallel in transformers, so --tp {tp} cannot be; use "
-            "--pp or --parallel fsdp"
-        )
-    version = tuple(map(int, torch.__version__.split(".")[:2]))
-    if PACKED in tensor_plan(model).values() and version < SHARES_PACKED:
-        raise ConfigError(
-            f"{kind} packs gate and up of its experts, and torch {torch.__version__} cannot share "
-            f"such matrices; use torch {'.'.join(map(str, SHARES_PACKED))}, or --pp or --parallel "
-            "fsdp in place of --tp"
-        )
-    sizes = {
-        "intermediate size": getattr(config, "intermediate_size", None),
-        "expert intermediate size": getattr(config, "moe_intermediate_size", None),
-    }
-    if shares_heads(tensor_plan(model)):
-        heads = config.num_attention_heads
-        others = getattr(config, "num_key_value_heads", None) or heads
-        sizes = {"attention heads": heads, "key-value heads": others} | sizes
-    sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    common = reduce(gcd, sizes.values())
-    if common % tp:
-        wrong = ", ".join(f"{size} ({name})" for name, size in sizes.items() if size % tp)
-        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise ConfigError(f"--tp {tp} does not divide {wrong} of this {kind} model; use {fits}")

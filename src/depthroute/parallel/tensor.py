@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +34,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from depthroute.errors import ConfigError
 from depthroute.models.adoption import adopted, routed_class
-from depthroute.parallel.mesh import PACKED, shares_heads, tensor_plan
 
 
 class Style(NamedTuple):
@@ -54,6 +55,72 @@ STYLES = {
 }
 _COPY = "_depthroute_entered"
 EXPERTS, PARTIAL = "moe_tp_experts", "replicated_with_grad_allreduce"
+PACKED = "packed_colwise"
+"""Of experts that have gate and up after each other in one matrix."""
+SHARES_PACKED = (2, 13)
+"""The torch whose DTensors may be every second part of a dimension; 2.11's may not."""
+
+
+def tensor_plan(model: Any) -> dict[str, str]:
+    """transformers' plan of which modules of layers ranks share, by name in the decoder. Some
+    versions share embeddings too, which are whole here."""
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    return {name: style for name, style in plan.items() if ".*." in name}
+
+
+def without_numbers(name: str) -> str:
+    """As plans name what is alike in every layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def shares_heads(plan: dict[str, str]) -> bool:
+    """Whether with it a rank has some of the heads only."""
+    names = {name.rpartition(".")[2]: style for name, style in plan.items()}
+    return any(names.get(name) == "colwise" for name in ("k_proj", "query_key_value", "qkv_proj"))
+
+
+def refuse_tensor_misfits(model: Any, tp: int) -> None:
+    config, kind, plan = model.config, model.architecture.model_type, tensor_plan(model)
+    if not plan:
+        raise ConfigError(
+            f"{kind} has no plan of tensor parallel in transformers, so --tp {tp} cannot be; use "
+            "--pp or --parallel fsdp"
+        )
+    joined: dict[str, int] = {}
+    """What ranks put together again or cut themselves, in even parts."""
+    decoder = model.base_model
+    for name, member in (*decoder.named_modules(), *decoder.named_parameters()):
+        style = plan.get(without_numbers(name))
+        if style in STYLES and STYLES[style].gathers_output:
+            joined[f"outputs of {name.rpartition('.')[2]}"] = member.weight.shape[0]
+        elif style in STYLES and STYLES[style].splits_input:
+            joined[f"inputs of {name.rpartition('.')[2]}"] = member.weight.shape[1]
+        elif style not in (None, *STYLES, EXPERTS, PACKED, PARTIAL):
+            raise ConfigError(
+                f"{kind} shares {without_numbers(name)} as {style!r}, for which there is no --tp; "
+                "use --pp or --parallel fsdp"
+            )
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if PACKED in plan.values() and version < SHARES_PACKED:
+        raise ConfigError(
+            f"{kind} packs gate and up of its experts, and torch {torch.__version__} cannot share "
+            f"such matrices; use torch {'.'.join(map(str, SHARES_PACKED))}, or --pp or --parallel "
+            "fsdp in place of --tp"
+        )
+    sizes = {
+        "intermediate size": getattr(config, "intermediate_size", None),
+        "expert intermediate size": getattr(config, "moe_intermediate_size", None),
+    }
+    if shares_heads(plan):
+        heads = config.num_attention_heads
+        others = getattr(config, "num_key_value_heads", None) or heads
+        sizes = {"attention heads": heads, "key-value heads": others} | sizes
+    sizes = {name: size for name, size in sizes.items() if isinstance(size, int)} | joined
+    common = reduce(gcd, sizes.values())
+    if common % tp:
+        wrong = ", ".join(f"{size} ({name})" for name, size in sizes.items() if size % tp)
+        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ConfigError(f"--tp {tp} does not divide {wrong} of this {kind} model; use {fits}")
 
 
 class _Entry(torch.autograd.Function):
@@ -152,7 +219,7 @@ def share(model: Any, mesh: DeviceMesh) -> frozenset[str]:
     prefix = f"{model.base_model_prefix}."
     partial: set[str] = set()
     for name, module in list(decoder.named_modules()):
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        style = plan.get(without_numbers(name))
         if style == PARTIAL:
             partial |= {f"{prefix}{name}.{own}" for own, _ in module.named_parameters()}
         elif style == EXPERTS:
@@ -171,11 +238,10 @@ def _put(decoder: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _shared_linear(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> nn.Module:
-    if style not in STYLES or type(module) is not nn.Linear:
+    if type(module) is not nn.Linear:
         raise ConfigError(
-            f"tensor parallel cannot share {name}: it is a {type(module).__name__} of style "
-            f"{style!r}, and linear layers of {', '.join(STYLES)} can be; use --pp or --parallel "
-            "fsdp"
+            f"tensor parallel cannot share {name}: it is a {type(module).__name__}, and linear "
+            "layers can be; use --pp or --parallel fsdp"
         )
     shared = adopted(routed_class(type(module), Shared), module)
     shared.style = STYLES[style]
@@ -187,15 +253,12 @@ def _shared_linear(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -
 
 def _shared_experts(module: nn.Module, name: str, plan: Any, mesh: DeviceMesh) -> nn.Module:
     shared = adopted(routed_class(type(module), SharedExperts), module)
-    kind = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     for own, parameter in module.named_parameters(recurse=False):
-        style = plan.get(f"{kind}.{own}")
+        style = plan[without_numbers(f"{name}.{own}")]
         if style == PACKED:  # gate and up after each other, of each of which a rank has its part
             place = _StridedShard(parameter.ndim - 2, split_factor=2)
-        elif style in STYLES:
-            place = STYLES[style].weight
         else:
-            raise ConfigError(f"tensor parallel cannot share {name}.{own} of style {style!r}")
+            place = STYLES[style].weight
         _distribute(shared, own, place, mesh)
     return shared
 

@@ -6,7 +6,6 @@ memory is needed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,9 +18,8 @@ from torch.utils._pytree import tree_leaves
 from depthroute.models import numberless
 from depthroute.parallel.cache import BlockCache
 from depthroute.parallel.layout import PipelineLayout
-from depthroute.parallel.mesh import tensor_plan
 from depthroute.parallel.stages import StageModule
-from depthroute.parallel.tensor import PACKED, STYLES
+from depthroute.parallel.tensor import PACKED, STYLES, tensor_plan, without_numbers
 
 
 class Trace(NamedTuple):
@@ -94,8 +92,8 @@ def take_a_part(model: Any, ranks: int) -> None:
     plan, decoder = tensor_plan(model), model.base_model
     for name, parameter in list(decoder.named_parameters()):
         home, _, leaf = name.rpartition(".")
-        kind = re.sub(r"\.\d+(?=\.|$)", ".*", home)
-        planned = plan.get(f"{kind}.{leaf}") or plan.get(kind, "")  # experts are named one by one
+        # experts are named one by one
+        planned = plan.get(without_numbers(name)) or plan.get(without_numbers(home), "")
         style = STYLES.get("colwise" if planned == PACKED else planned)
         place: Any = None if style is None else style.bias if leaf == "bias" else style.weight
         if style is None or place is None:
