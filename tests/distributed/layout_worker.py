@@ -66,7 +66,7 @@ def experiment(case, name, world, path):
         replace(settings, batch_size=8),
         replace(words(), batch_size=8),
         RunDirectory(path),
-        world=replace(world, replica=layout.part(world.rank)),
+        world=replace(world, replica=layout.part(world.rank), alike=layout.tp),
         wrap=lambda model: _placed(model, layout, world, settings),
     )
 

@@ -87,6 +87,13 @@ def test_parts_that_lie_in_several_places_of_a_tensor_are_saved_and_loaded(seen)
     assert [rank["packed"] for rank in seen] == [{"again": True, "whole": True}] * RANKS
 
 
+def test_ranks_that_share_layers_draw_the_same_numbers_after_a_checkpoint_of_replicas(seen):
+    """Or dropout would make another residual stream on each of them."""
+    first, second = (rank["drawn"] for rank in seen)
+    assert first["replicas"] != second["replicas"]
+    assert first["shares"] == second["shares"] == first["replicas"]
+
+
 def test_ranks_agree_anew_on_who_writes_what_when_the_tensors_of_one_of_them_change(seen):
     names = ["cut", "of rank 0", "of rank 1", "shared 0", "shared 1", "shared 2"]
     later = [*names, "late"]

@@ -194,6 +194,21 @@ def full_disk(world, mode, folder):
     return {"message": message, "kept": kept, "completed": one.completed}
 
 
+def drawn(world, folder):
+    """Random numbers of two replicas' checkpoint, as replicas and as ranks that share layers."""
+    one = trainer(dr.RoutingConfig("delta"), {}, world, "ddp")
+    checkpoints = Checkpoints(folder / "drawn", world=world)
+    torch.manual_seed(world.rank)
+    checkpoints.save({"one": one}, {"step": 0})
+    checkpoints.wait()
+    numbers = {}
+    for name, alike in (("replicas", 1), ("shares", 2)):
+        checkpoints.world = replace(world, alike=alike)
+        checkpoints.load(checkpoints.path(0), {"one": one})
+        numbers[name] = torch.rand(2).tolist()
+    return numbers
+
+
 def packed(world, folder):
     """Ranks that have rows of both halves of a tensor; one process reads it whole."""
     mesh = init_device_mesh("cpu", (world.size,))
@@ -253,6 +268,7 @@ def main(folder):
                 found[mode]["diverged"] = diverged(world, mode)
             if SHARES_EXPERTS:
                 found["packed"] = packed(world, folder / "ddp")
+            found["drawn"] = drawn(world, folder / "ddp")
             found["written again"] = written_again(world, folder / "ddp")
         except Exception:
             found["error"] = traceback.format_exc()

@@ -34,6 +34,13 @@ class World:
     device: torch.device = CPU
     replica: tuple[int, int] | None = None
     """Which part of a batch this rank is given, and of how many; left out, each has its own."""
+    alike: int = 1
+    """So many neighbours compute the same residual stream, and so draw the same random numbers."""
+
+    @property
+    def seat(self) -> int:
+        """Whose random numbers this rank draws: the first of those that are alike."""
+        return self.rank - self.rank % self.alike
 
     @property
     def part(self) -> tuple[int, int]:
@@ -108,12 +115,13 @@ SINGLE = World()
 
 @contextmanager
 def joined(
-    device: torch.device, part: Callable[[int], tuple[int, int]] | None = None
+    device: torch.device, part: Callable[[int], tuple[int, int]] | None = None, alike: int = 1
 ) -> Iterator[World]:
     """The world of this process: read from torchrun's variables, left at the end.
 
     ``device`` is what was asked for; under torchrun each rank of a CUDA run gets its own. ``part``
     says which part of a batch a rank is given, and of how many; left out, each has its own.
+    ``alike`` neighbours, those of tensor parallel, compute the same residual stream.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -131,7 +139,7 @@ def joined(
     rank = int(os.environ["RANK"])
     try:
         _join("nccl" if device.type == "cuda" else "gloo", rank, size)
-        yield World(rank, size, device, None if part is None else part(rank))
+        yield World(rank, size, device, None if part is None else part(rank), alike)
         distributed.barrier()  # leave together, or the first to go can abort the others' threads
     except RuntimeError as error:
         if not _tells_of_a_loss(error):

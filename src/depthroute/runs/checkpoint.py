@@ -264,7 +264,7 @@ class Checkpoints:
                 trainers[label].completed = saved["completed"]
                 trainers[label].recent.clear()
                 trainers[label].recent.extend(saved["recent_losses"])
-            _set_random_state(state["random"], world.rank)
+            _set_random_state(state["random"], world.seat)
             self.best = state["best"]
         return state
 
@@ -341,17 +341,17 @@ def _random_state() -> dict[str, str]:
     return {k: base64.b64encode(v.numpy().tobytes()).decode() for k, v in states.items()}
 
 
-def _set_random_state(states: list[dict[str, str]], rank: int) -> None:
-    """A rank that was not there before takes the first rank's numbers and moves on from them."""
-    saved = states[rank] if rank < len(states) else states[0]
+def _set_random_state(states: list[dict[str, str]], seat: int) -> None:
+    """One that was not there before takes the first rank's numbers and moves on from them."""
+    saved = states[seat] if seat < len(states) else states[0]
     for name, text in saved.items():
         state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
         if name == "cpu":
             torch.set_rng_state(state)
         elif torch.cuda.is_available():
             torch.cuda.set_rng_state(state)
-    if rank >= len(states):
-        torch.manual_seed(torch.initial_seed() + rank)
+    if seat >= len(states):
+        torch.manual_seed(torch.initial_seed() + seat)
 
 
 def _held(trainer: Trainee) -> Iterator[tuple[str, Tensor]]:

@@ -221,7 +221,8 @@ def _launch(
     tokenizer: str,
     settings: TrainSettings,
 ) -> dict[str, Any]:
-    with joined(choose_device(request.device), request.layout.part) as world:
+    layout = request.layout
+    with joined(choose_device(request.device), layout.part, layout.tp) as world:
         prepared = world.on_main(
             lambda: sources.prepare(request, tokenizer, request.watch.on_progress)
         )
