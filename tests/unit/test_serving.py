@@ -255,6 +255,7 @@ def test_a_vllm_command_ends_with_one_line_where_its_routed_folder_is_wrong(fold
     judge(["serve", folder, f"--model={folder}", "--port", "1", str(tmp_path)])
     (tmp_path / "config.json").write_text('{"model_type": "of another project"')
     judge(["serve", str(tmp_path)])  # not ours to judge
+    judge(["serve", "a/plain", "--hf-overrides", "x" * 300, "y" * 5000, "a\0b"])  # no folders
     edited(folder, tmp_path, routing={"method": "delta", "warp": 3})
     for words in (["serve", str(tmp_path)], ["--port", "1", f"--model={tmp_path}"]):
         with pytest.raises(SystemExit, match=r"^error: .*'warp'.*newer depthroute.$"):

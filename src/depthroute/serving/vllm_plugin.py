@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from depthroute.errors import DepthrouteError
@@ -40,8 +41,10 @@ def judge(words: Sequence[str]) -> None:
 
     for word in words:
         folder = Path(word.partition("=")[2] or word)
-        file = folder / "config.json"
-        if file.is_file() and f'"{MODEL_TYPE}"' in file.read_text(errors="replace"):
+        text = ""
+        with suppress(OSError, ValueError):  # most words are no folders, nor can be names of any
+            text = (folder / "config.json").read_text(errors="replace")
+        if f'"{MODEL_TYPE}"' in text:
             try:
                 check_servable(model_config(folder), pipeline_parallel_size=pipeline_size(words))
             except DepthrouteError as error:
