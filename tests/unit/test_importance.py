@@ -139,6 +139,20 @@ def test_only_the_sites_asked_for_are_tried_and_a_pattern_without_any_is_refused
         importance(standard, ids)
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "batch_size", "message"),
+    [
+        (2, 12, 0, "batch_size=0 must be"),
+        (2, 12, -1, "batch_size=-1 must be"),
+        (2, 1, 4, r"shape \(2, 1\); importance needs \[batch, tokens\]"),
+    ],
+)
+def test_what_no_loss_comes_of_is_refused(rows, columns, batch_size, message):
+    model, ids = routed_model("delta", layers=2), tokens(rows, columns)
+    with pytest.raises(dr.DepthrouteError, match=message):
+        importance(model, ids, batch_size=batch_size)
+
+
 def test_it_says_how_far_it_is_and_leaves_the_model_as_it_was():
     model, ids, told = routed_model("delta block").train(), tokens(1, 12), []
     importance(model, ids, sites="layers.5.mlp", batch_size=2, progress=lambda *n: told.append(n))

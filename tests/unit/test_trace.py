@@ -7,6 +7,7 @@ import torch
 from tests.support import METHODS, plain_model, routed_model, tokens
 
 import depthroute as dr
+from depthroute.evaluate.perplexity import perplexity
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -75,6 +76,51 @@ def test_tracing_leaves_nothing_behind():
     assert model.sites.observer is None
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(model(tokens()).logits, before)
+
+
+@pytest.mark.parametrize("look", ["trace", "importance", "perplexity", "identity_report"])
+def test_a_look_leaves_every_module_in_the_mode_it_had(look):
+    model, ids = routed_model("delta").train(), tokens()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    {
+        "trace": lambda: dr.trace(model, ids),
+        "importance": lambda: dr.importance(model, ids, sites="layers.1.*"),
+        "perplexity": lambda: perplexity(model, ids[0]),
+        "identity_report": lambda: dr.identity_report(model, model, ids),
+    }[look]()
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_reach_every_sublayer_of_a_model_that_is_not_trained(name):
+    model = routed_model(name)
+    expected = dr.trace(model, tokens(), gradients=True).sublayers
+    for frozen in (model.model.embed_tokens, model.model.layers[0], model):
+        frozen.requires_grad_(False)
+        assert dr.trace(model, tokens(), gradients=True).sublayers == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("is_left", [False, True], ids=["right", "left"])
+def test_padding_is_not_counted(name, is_left):
+    model, ids = routed_model(name), tokens()
+    pads = torch.full((len(ids), 5), 3)
+    ones, zeros = torch.ones_like(ids), torch.zeros_like(pads)
+    parts = ((pads, ids), (zeros, ones)) if is_left else ((ids, pads), (ones, zeros))
+    padded, mask = (torch.cat(part, 1) for part in parts)
+    alone = dr.trace(model, ids, gradients=True)
+    trace = dr.trace(model, padded, gradients=True, attention_mask=mask)
+    assert trace.loss == pytest.approx(alone.loss, rel=1e-5)
+    for site, other in zip(trace.sites.values(), alone.sites.values(), strict=True):
+        torch.testing.assert_close(site.weights, other.weights, rtol=1e-4, atol=1e-5)
+        assert site.normalised_entropy == pytest.approx(other.normalised_entropy, rel=1e-4)
+        if site.mixing is not None:
+            torch.testing.assert_close(site.writes, other.writes, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(site.mixing, other.mixing, rtol=1e-4, atol=1e-5)
+    for row, other in zip(trace.sublayers.values(), alone.sublayers.values(), strict=True):
+        for value in ("output_rms", "stream_rms", "gradient_rms"):
+            assert getattr(row, value) == pytest.approx(getattr(other, value), rel=1e-3), row.name
 
 
 def test_a_failing_forward_still_ends_the_trace():

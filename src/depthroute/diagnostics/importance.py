@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthroute.checks import check_whole
 from depthroute.diagnostics.trace import Trace, observe, trace, values_name
-from depthroute.errors import ConfigError
+from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.evaluate.perplexity import token_losses
+from depthroute.models.modes import evaluating
 from depthroute.nn import ResidualStream, SiteParameters
 
 
@@ -43,6 +45,12 @@ def importance(
     One forward pass of the text for every source of every site, ``batch_size`` at a time. ``seen``
     is a trace of the model, if there is one already.
     """
+    check_whole("batch_size", batch_size)
+    if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+        raise DepthrouteError(
+            f"input_ids has shape {tuple(input_ids.shape)}; importance needs [batch, tokens] with "
+            "at least 2 tokens"
+        )
     seen = trace(model, input_ids) if seen is None else seen
     chosen = [site for name, site in seen.sites.items() if fnmatchcase(name, sites)]
     if not chosen:
@@ -51,17 +59,13 @@ def importance(
             f"{', '.join(seen.sites) or 'none'}"
         )
     removals = [Removal(site.name, n) for site in chosen for n in range(len(site.source_names))]
-    was_training = model.training
-    model.eval()
     rises: dict[str, list[float]] = {site.name: [] for site in chosen}
-    try:
+    with evaluating(model):
         for start in range(0, len(removals), batch_size):
             part = removals[start : start + batch_size]
             for removal, rise in zip(part, _rises(model, input_ids, part), strict=True):
                 rises[removal.site].append(rise)
             progress(start + len(part), len(removals))
-    finally:
-        model.train(was_training)
     return {name: torch.tensor(values, dtype=torch.float64) for name, values in rises.items()}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from depthroute.diagnostics import plots
 from depthroute.errors import DepthrouteError
+from depthroute.models.modes import evaluating
 from depthroute.nn import ResidualStream, SiteParameters, Sites
 
 _MOST_ROWS = 18
@@ -119,6 +120,8 @@ class _Recorder:
     """The observer: reads statistics off the stream as it passes."""
 
     keep_outputs: bool
+    counted: Tensor | None
+    """Which tokens [B, T] are text; None where all are."""
     sites: dict[str, SiteTrace] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     magnitudes: list[tuple[str, float, float]] = field(default_factory=list)
@@ -127,11 +130,12 @@ class _Recorder:
         if site is None or not stream.place.chooses:
             return x
         name = stream.place.reads[site.read]
-        weights = site.weights([s.detach() for s in stream.visible()])
+        weights = self._of_text(site.weights([s.detach() for s in stream.visible()]), 1)
         self.sites[name] = summarise(name, stream.place.source_names, weights)
         if stream.plan.has_streams and stream.state is not None:
-            _, writes, mixing = site.stream_weights(stream.state.detach())
-            writes, mixing = writes.flatten(0, -2).mean(0), mixing.flatten(0, -3).mean(0)
+            _, *others = site.stream_weights(stream.state.detach())
+            writes, mixing = (self._of_text(weights).flatten(0, 1) for weights in others)
+            writes, mixing = writes.mean(0), mixing.mean(0)
             self.sites[name] = replace(self.sites[name], writes=writes, mixing=mixing)
         return x
 
@@ -144,16 +148,30 @@ class _Recorder:
         mixed: Tensor,
     ) -> Tensor:
         names = tuple(f"layers.{j}" for j in (*layers, layer))
-        name = values_name(layer)
-        self.sites[name] = summarise(name, names, weights.detach())
+        name, weights = values_name(layer), weights.detach()
+        if weights.ndim > 1:  # [J, B, heads, T]
+            weights = self._of_text(weights.movedim(-1, 2), 1)
+        self.sites[name] = summarise(name, names, weights)
         return mixed
 
     def on_push(self, stream: ResidualStream, output: Tensor) -> Tensor:
         name = stream.place.name
-        self.magnitudes.append((name, _rms(output), _rms(stream.value)))
+        self.magnitudes.append((name, self.rms(output), self.rms(stream.value)))
         if self.keep_outputs:
+            if not output.requires_grad:  # nothing before it is trained
+                output = output.detach().requires_grad_()
             self.outputs.append(output)
         return output
+
+    def rms(self, x: Tensor) -> float:
+        return self._of_text(x.detach()).float().square().mean().sqrt().item()
+
+    def _of_text(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Without padding, whose ``[B, T]`` from ``dim`` on become ``[1, N]``."""
+        if self.counted is None:
+            return x
+        kept = self.counted.to(x.device).flatten().nonzero().squeeze(1)
+        return x.flatten(dim, dim + 1).index_select(dim, kept).unsqueeze(dim)
 
 
 def values_name(layer: int) -> str:
@@ -175,10 +193,6 @@ def summarise(name: str, names: tuple[str, ...], weights: Tensor) -> SiteTrace:
         normalised_max=(top - 1 / count) / (1 - 1 / count),
         normalised_entropy=entropy / math.log(count),
     )
-
-
-def _rms(x: Tensor) -> float:
-    return x.detach().float().square().mean().sqrt().item()
 
 
 @contextmanager
@@ -210,29 +224,39 @@ def trace(
     of its gradient at every sublayer's output.
 
     The forward pass is the model's own in evaluation mode; extra arguments, such as
-    ``attention_mask``, go to it.
+    ``attention_mask``, go to it. Tokens that a mask ``[batch, tokens]`` leaves out are not counted.
     """
     if not hasattr(model, "sites"):
         raise DepthrouteError(
             f"trace takes a routed model, not {type(model).__name__}; convert it first "
             "(method='standard' routes nothing and can be traced)"
         )
+    counted = _counted(input_ids, kwargs.get("attention_mask"))
     if labels is None and gradients:
-        labels = input_ids
-    recorder = _Recorder(keep_outputs=gradients)
-    was_training = model.training
-    model.eval()
-    try:
-        with observe(model, recorder), torch.set_grad_enabled(gradients):
-            output = model(input_ids=input_ids, labels=labels, use_cache=False, **kwargs)
-    finally:
-        model.train(was_training)
+        labels = _targets(input_ids, counted)
+    recorder = _Recorder(keep_outputs=gradients, counted=counted)
+    with evaluating(model), observe(model, recorder), torch.set_grad_enabled(gradients):
+        output = model(input_ids=input_ids, labels=labels, use_cache=False, **kwargs)
     rms: list[float | None] = [None] * len(recorder.magnitudes)
     if gradients:
-        rms = [_rms(g) for g in torch.autograd.grad(output.loss, recorder.outputs)]
+        rms = [recorder.rms(g) for g in torch.autograd.grad(output.loss, recorder.outputs)]
     sublayers = {
         name: SublayerTrace(name, out, state, gradient)
         for (name, out, state), gradient in zip(recorder.magnitudes, rms, strict=True)
     }
     loss = None if labels is None else output.loss.item()
     return Trace(recorder.sites, sublayers, loss)
+
+
+def _counted(input_ids: Tensor, mask: Any) -> Tensor | None:
+    is_of_tokens = isinstance(mask, Tensor) and mask.shape == input_ids.shape
+    return mask.bool() if is_of_tokens else None
+
+
+def _targets(input_ids: Tensor, counted: Tensor | None) -> Tensor:
+    """Every token that a token of the text comes before."""
+    if counted is None:
+        return input_ids
+    known = counted.clone()
+    known[:, 1:] &= counted[:, :-1]
+    return input_ids.masked_fill(~known, -100)

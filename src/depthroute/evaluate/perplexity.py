@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthroute.checks import check_whole
 from depthroute.errors import DepthrouteError
 from depthroute.models.loading import tokens_of
+from depthroute.models.modes import evaluating
 
 _LARGEST_EXPONENT = 709.0
 """Of what a double holds."""
@@ -58,16 +60,15 @@ def perplexity(
     ids = input_ids.flatten()
     if ids.numel() < 2:
         raise DepthrouteError(f"perplexity needs at least 2 tokens, not {ids.numel()}")
+    check_whole("batch_size", batch_size)
     if window < 2:
         raise DepthrouteError(f"window={window} must be at least 2 tokens")
     stride = window - 1 if stride is None else stride
     if not 1 <= stride <= window - 1:
         raise DepthrouteError(f"stride={stride} must be between 1 and window - 1 = {window - 1}")
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     total, count, seen = 0.0, 0, 1
-    try:
+    with evaluating(model):
         for spans in _batches(_spans(ids.numel(), window, stride), batch_size):
             batch = torch.stack([ids[begin:end] for begin, end in spans]).to(device)
             for row, (begin, end) in zip(token_losses(model, batch), spans, strict=True):
@@ -77,8 +78,6 @@ def perplexity(
                 seen = end
             if progress is not None:
                 progress(seen, ids.numel())
-    finally:
-        model.train(was_training)
     mean = total / count
     return PerplexityReport(
         perplexity=math.inf if mean > _LARGEST_EXPONENT else math.exp(mean),

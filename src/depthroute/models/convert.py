@@ -17,6 +17,7 @@ from depthroute.models.architecture import architecture_for
 from depthroute.models.configuration import RoutedConfigMixin
 from depthroute.models.families import routed_family
 from depthroute.models.model import RoutedCausalLM, RoutedModel, plan_for
+from depthroute.models.modes import evaluating
 from depthroute.nn import Sites
 
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -190,11 +191,9 @@ def identity_report(plain: Any, routed: Any, input_ids: Tensor) -> IdentityRepor
         )
     results = []
     for model in (plain, routed):
-        was_training = model.training
-        model.eval()
         labels = {"labels": input_ids} if isinstance(routed, RoutedCausalLM) else {}
-        results.append(model(input_ids=input_ids, **labels, use_cache=False))
-        model.train(was_training)
+        with evaluating(model):
+            results.append(model(input_ids=input_ids, **labels, use_cache=False))
     before, after = results
     # logits, the last states, or where an answer starts
     parts = [(result[1] if labels else result[0]).double() for result in results]

@@ -392,7 +392,9 @@ class Experiment:
         traces = []
         for label, trainer in self.trainers.items():
             try:
-                trace = _looked_at(whole(trainer), trainer, look, inputs)
+                model = whole(trainer)
+                with trainer.looking():
+                    trace = look(model, inputs, trainer.settings.importance)
             except torch.OutOfMemoryError:
                 note(f"no memory left to look at {label} as trained; traces.json is without it")
                 continue
@@ -411,18 +413,6 @@ class Experiment:
         self.directory.append(record)
         for sink in self.sinks:
             sink.write(record)
-
-
-def _looked_at(model: Any, trainer: Trainer, look: Look, inputs: Tensor) -> dict[str, Any]:
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    for parameter in frozen:  # or the gradient would not reach the first sublayers
-        parameter.requires_grad_(True)
-    try:
-        with trainer.looking():
-            return look(model, inputs, trainer.settings.importance)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def look_inputs(validation: list[Batch], settings: TrainSettings) -> Tensor:
