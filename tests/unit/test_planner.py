@@ -88,7 +88,9 @@ def test_1f1b_keeps_as_many_micro_batches_as_there_are_ranks_behind():
     assert kept == {"gpipe": [8] * 4, "1f1b": [4, 3, 2, 1]}
 
 
-QUICK = ("llama", "phi3", "gpt2", "qwen3_moe", "kimi_linear")
+QUICK = ("llama", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "kimi_linear")
+UNSHARED = ("gpt2", "gpt_oss", "lfm2", "llama4_text")
+"""By tensor parallel."""
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,9 @@ QUICK = ("llama", "phi3", "gpt2", "qwen3_moe", "kimi_linear")
     [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in ARCHITECTURES],
 )
 def test_every_family_can_be_planned(family):
-    found = plan_of(on_meta(family), pp=2, tp=1 if family == "gpt2" else 2, dp=2)
-    assert found.mesh.size == (4 if family == "gpt2" else 8)
+    tp = 1 if family in UNSHARED else 2
+    found = plan_of(on_meta(family), pp=2, tp=tp, dp=2)
+    assert found.mesh.size == 4 * tp
     assert [hop.tensors for hop in found.hops] == [len(found.layout.hops[0].sent)]
     assert all(memory.activations > 0 for memory in found.memory)
 

@@ -86,9 +86,15 @@ def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> T
     """Every token through as many experts as it is given, of which one stands for all."""
     count = indices.shape[-1]
     rows = hidden.repeat_interleave(count, 0)
-    inner = module._apply_gate(functional.linear(rows, module.gate_up_proj[0]))
-    outputs = functional.linear(inner, module.down_proj[0]) * weights.reshape(-1, 1)
+    inner = module._apply_gate(_through_one(module, "gate_up_proj", rows))
+    outputs = _through_one(module, "down_proj", inner) * weights.reshape(-1, 1)
     return outputs.view(-1, count, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+
+def _through_one(module: Any, name: str, rows: Tensor) -> Tensor:
+    weight = getattr(module, name)[0]
+    bias = getattr(module, f"{name}_bias")[0] if module.has_bias else None
+    return functional.linear(rows, weight.T if module.is_transposed else weight, bias)
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
