@@ -73,6 +73,16 @@ def tokens(batch=2, length=17, vocab=97, seed=0):
     return torch.randint(3, vocab, (batch, length), generator=generator)
 
 
+def loss_and_gradients(model, ids=None, forward=None, **options):
+    """The model's own loss, be it run by itself or by another ``forward``; gradients by name."""
+    ids = tokens() if ids is None else ids
+    model.zero_grad(set_to_none=True)
+    run = model if forward is None else forward
+    loss = run(input_ids=ids, labels=ids, use_cache=False, **options).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
 METHODS = {
     "standard": dr.RoutingConfig("standard"),
     "attnres full": dr.RoutingConfig("attnres"),

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import depthroute as dr
 from depthroute.diagnostics.trace import observe
 from tests.families import family_model
-from tests.support import METHODS, disturb_routing, routed_model, tokens
+from tests.support import METHODS, disturb_routing, loss_and_gradients, routed_model, tokens
 
 ROUTINGS = {
     "two anchors": dr.RoutingConfig("depth_attention", stride=2, init="paper"),
@@ -23,19 +23,8 @@ ROUTINGS = {
 HOW = ("eager", "checkpointed", "reentrant", "regions")
 
 
-def step(model, run):
-    model.zero_grad(set_to_none=True)
-    ids = tokens()
-    loss = run(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach()} | named
-
-
 def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-11, msg=name)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +35,7 @@ def test_its_gradients_are_those_of_the_definition(name, how):
     torch._dynamo.reset()
     model = routed_model(ROUTINGS[name], "qwen3", layers=4).double().train()
     with dr.ops.backend("reference"):
-        expected = step(model, model)
+        expected = loss_and_gradients(model)
     run = model
     if how in ("checkpointed", "reentrant"):
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
@@ -55,7 +44,7 @@ def test_its_gradients_are_those_of_the_definition(name, how):
     elif how == "whole":
         run = torch.compile(model, backend="aot_eager", fullgraph=True)
     with dr.ops.record_backends() as ran:
-        found = step(model, run)
+        found = loss_and_gradients(model, forward=run)
     assert ran["depth_attention_mix_backward", "torch"] > 0
     assert_same(found, expected)
 
@@ -67,13 +56,13 @@ def test_so_are_those_of_other_families(family):
     if family == "deepseek_v3":
         model.set_experts_implementation("batched_mm")
     with dr.ops.backend("reference"):
-        expected = step(model, model)
-    assert_same(step(model, model), expected)
+        expected = loss_and_gradients(model)
+    assert_same(loss_and_gradients(model), expected)
 
 
 def test_an_observer_changes_no_gradient():
     model = routed_model(ROUTINGS["two anchors"], layers=4).double()
-    expected, seen = step(model, model), []
+    expected, seen = loss_and_gradients(model), []
 
     class Observer:
         def on_depth_mix(self, layer, layers, weights, values, mixed):
@@ -84,7 +73,7 @@ def test_an_observer_changes_no_gradient():
             return lambda *args: args[-1]
 
     with observe(model, Observer()):
-        found = step(model, model)
+        found = loss_and_gradients(model)
     assert seen == [1, 2, 3]
     assert_same(found, expected)
 

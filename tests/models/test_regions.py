@@ -14,6 +14,7 @@ from depthroute.errors import ConfigError, DepthrouteError
 from depthroute.models.architecture import ARCHITECTURES
 from tests.families import LIKE_OTHERS, SETTINGS, decoder_of, family_model
 from tests.support import METHODS, disturb_routing, plain_model, routed_model, tokens
+from tests.support import loss_and_gradients as step
 
 GRAPHS = {
     "standard": 1,
@@ -53,14 +54,6 @@ def compiled(model, backend="aot_eager", **options):
     counter = CompileCounterWithBackend(backend)
     dr.compile_regions(model, counter, dynamic=False, **options)
     return counter
-
-
-def step(model, ids=None, **kwargs):
-    ids = tokens() if ids is None else ids
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids, use_cache=False, **kwargs).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 def check_same(results, expected, bound=2e-6):

@@ -17,7 +17,7 @@ from depthroute import nn
 from depthroute.nn.remade import Remade, Watch
 from depthroute.parallel.tracing import _Storages
 from tests.families import family_model
-from tests.support import disturb_routing, llama_config, tokens, trained_like
+from tests.support import disturb_routing, llama_config, loss_and_gradients, tokens, trained_like
 
 ATTNRES = dr.RoutingConfig("attnres", num_blocks=4)
 PLACES = [1, 2, 3, 4, 5]
@@ -56,11 +56,9 @@ def routed(routing=ATTNRES, dtype=torch.float32, **settings):
 
 def step(model, ids=None, seed=0, **options):
     ids = tokens() if ids is None else ids
-    model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
-    loss = model(input_ids=ids, labels=ids, use_cache=False, **options).loss
-    loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    loss, gradients = loss_and_gradients(model, ids, **options)
+    return loss, {name: grad for name, grad in gradients.items() if grad is not None}
 
 
 def assert_same_bits(found, expected):

@@ -5,14 +5,14 @@ import torch
 from transformers import DynamicCache
 
 import depthroute as dr
-from tests.support import METHODS, disturb_routing, llama_config, routed_model, tokens
-
-
-def loss_and_gradients(model, ids):
-    model.zero_grad(set_to_none=True)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+from tests.support import (
+    METHODS,
+    disturb_routing,
+    llama_config,
+    loss_and_gradients,
+    routed_model,
+    tokens,
+)
 
 
 def curve(model, steps=8, forward=None):
@@ -23,9 +23,7 @@ def curve(model, steps=8, forward=None):
     losses = []
     for step in range(steps):
         ids = tokens(batch=4, length=24, seed=step % 3)
-        loss = (model if forward is None else forward)(
-            input_ids=ids, labels=ids, use_cache=False
-        ).loss
+        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -11,7 +11,7 @@ from definitions import run_streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.support import disturb_routing, plain_model, routed_model, tokens
+from tests.support import disturb_routing, loss_and_gradients, plain_model, routed_model, tokens
 from torch.autograd import gradcheck
 from torch.library import opcheck
 from torch.testing import assert_close
@@ -428,16 +428,10 @@ def test_the_projection_is_one_op_that_passes_opcheck():
 
 
 def test_a_compiled_model_is_one_graph_with_the_same_gradients():
-    model, ids = routed_model("mhc", layers=1), tokens()
-
-    def gradients(forward):
-        model.zero_grad()
-        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    loss, expected = gradients(model)
-    compiled, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    model = routed_model("mhc", layers=1)
+    loss, expected = loss_and_gradients(model)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled, found = loss_and_gradients(model, forward=forward)
     assert_close(compiled, loss)
     for key, gradient in expected.items():
         assert_close(found[key], gradient, msg=key, atol=1e-5, rtol=1e-4)

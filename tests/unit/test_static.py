@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.support import disturb_routing, plain_model, routed_model, tokens
+from tests.support import disturb_routing, loss_and_gradients, plain_model, routed_model, tokens
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -181,16 +181,10 @@ def test_moving_a_stream_moves_its_logits():
     "name", [pytest.param("static", marks=pytest.mark.slow), "static replacement"]
 )
 def test_a_compiled_model_is_one_graph_with_the_same_gradients(name):
-    model, ids = routed_model(name, layers=3), tokens()
-
-    def gradients(forward):
-        model.zero_grad()
-        loss = forward(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
-
-    loss, expected = gradients(model)
-    compiled, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"))
+    model = routed_model(name, layers=3)
+    loss, expected = loss_and_gradients(model)
+    forward = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled, found = loss_and_gradients(model, forward=forward)
     assert_close(compiled, loss)
     for key, gradient in expected.items():
         assert_close(found[key], gradient, msg=key, atol=1e-5, rtol=1e-4)
