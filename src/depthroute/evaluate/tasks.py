@@ -9,18 +9,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    redirect_stdout,
-)
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from depthroute import files
 from depthroute.errors import ConfigError, DepthrouteError, unknown
@@ -171,8 +166,11 @@ def evaluate(
     unasked = {"get_git_commit_hash": lambda: None, "add_env_info": lambda results: None}
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))  # it prints; stdout is the caller's
-        stack.enter_context(_replaced(evaluator, unasked))
-        stack.enter_context(_templates_read_once())
+        stack.enter_context(mock.patch.multiple(evaluator, create=True, **unasked))
+        templates = getattr(importlib.import_module("lm_eval.utils"), "env", None)
+        if templates is not None:  # which it reads anew for every item
+            read_once = lru_cache(None)(templates.from_string)
+            stack.enter_context(mock.patch.object(templates, "from_string", read_once))
         results = lm_eval.simple_evaluate(
             model=_watched(progress, answer)(
                 pretrained=model,
@@ -223,26 +221,6 @@ def _watched(progress: Progress, answer: Answer | None) -> Any:
             return result
 
     return Watched
-
-
-def _templates_read_once() -> AbstractContextManager[None]:
-    """The harness reads a question's template anew for every item."""
-    templates = getattr(importlib.import_module("lm_eval.utils"), "env", None)
-    if templates is None:
-        return nullcontext()
-    return _replaced(templates, {"from_string": lru_cache(None)(templates.from_string)})
-
-
-@contextmanager
-def _replaced(module: Any, functions: dict[str, Any]) -> Iterator[None]:
-    before = {name: getattr(module, name) for name in functions if hasattr(module, name)}
-    for name in before:
-        setattr(module, name, functions[name])
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)
 
 
 def _prefix(model: Any, tokenizer: Any) -> int | None:
