@@ -12,6 +12,7 @@ from rich.console import Console
 from tests.training import take_steps
 
 from depthroute import diagnostics, presets
+from depthroute.cli.terminal import print_table
 from depthroute.config import RoutingConfig, parse_methods
 from depthroute.data.batches import TokenData
 from depthroute.diagnostics.report import render
@@ -146,6 +147,27 @@ def test_the_table_shows_every_row_whole_in_80_columns(finished):
         assert spread(row["validation_loss"], "{:.3f}") in line
         assert spread(row["difference"], "{:+.3f}") in line
         assert "0.250" in line and "x  " in line
+
+
+def test_a_long_name_takes_more_lines_and_no_figure_is_cut_off(finished):
+    name = "attnres-block-roles:heads=4:num_blocks=8"
+    rows = [row | {"method": name, "routing_parameters": 98_766} for row in finished[1]["rows"]]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(comparison_table(finished[1] | {"rows": rows}))
+    text = console.export_text()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text and text.count("+98,766") == 3
+    for row in rows:
+        assert spread(row["validation_loss"], "{:.3f}") in text
+        assert spread(row["difference"], "{:+.3f}") in text
+
+
+def test_a_table_that_goes_to_a_file_is_as_wide_as_it_needs(finished, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    name = "attnres-block-roles:heads=4:num_blocks=8"
+    print_table(
+        comparison_table(finished[1] | {"rows": [finished[1]["rows"][1] | {"method": name}]})
+    )
+    assert name in capsys.readouterr().out
 
 
 def test_the_run_directory_alone_gives_the_summary_again(finished):

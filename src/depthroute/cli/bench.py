@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Commands, Device, Preset, app
-from depthroute.cli.terminal import PlainConsole, notes, print_json
+from depthroute.cli.terminal import PlainConsole, notes, print_json, table_width
 from depthroute.errors import ConfigError, unknown
 
 bench = Commands(
@@ -119,7 +119,7 @@ def print_table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> N
     console = PlainConsole(highlight=False)
     used = [name for name in columns if any(row.get(name) is not None for row in rows)]
     table = _table(used, title, rows)
-    while (needed := console.measure(table, options=_wide(console)).maximum) > console.width:
+    while (needed := table_width(table, console)) > console.width:
         if not console.is_terminal:
             console.width = needed
         elif len(used) > 1:
@@ -134,10 +134,6 @@ def print_table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> N
                     str(row[n]) for n in ("who", "S", "D") if n in row
                 )
                 console.print(f"{who}: {why}", soft_wrap=True)
-
-
-def _wide(console: PlainConsole) -> Any:
-    return console.options.update(max_width=10_000)
 
 
 def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:

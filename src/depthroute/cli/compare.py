@@ -18,7 +18,7 @@ from depthroute.cli.options import (
     Watching,
     assigned,
 )
-from depthroute.cli.terminal import PlainConsole, notes, print_json
+from depthroute.cli.terminal import notes, print_json, print_table
 from depthroute.errors import ConfigError
 
 COMPARED = ("standard", "attnres-block", "delta", "delta-block", "depth-attention")
@@ -131,11 +131,11 @@ def _finish(run: Any, summary: dict[str, Any], as_json: bool) -> None:
         print_json(summary)
     else:
         for one in sizes:
-            PlainConsole().print(comparison_table(one))
+            print_table(comparison_table(one))
             if one.get("sweep", {}).get("values"):
-                PlainConsole().print(sweep_table(one))
+                print_table(sweep_table(one))
         if "ladder" in summary:
-            PlainConsole().print(ladder_table(summary["ladder"]))
+            print_table(ladder_table(summary["ladder"]))
     aside = notes()
     aside.print(f"run directory: {run.path}")
     if summary["signal"] is not None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from depthroute.json_shape import jsonable
@@ -40,6 +41,19 @@ def output() -> PlainConsole:
 def notes(**options: Any) -> PlainConsole:
     """Standard error, for lines."""
     return PlainConsole(stderr=True, highlight=False, soft_wrap=True, **options)
+
+
+def print_table(table: Table) -> None:
+    """As wide as a terminal is, and elsewhere as wide as the table."""
+    console = PlainConsole()
+    if not console.is_terminal:
+        console.width = max(console.width, table_width(table, console))
+    console.print(table)
+
+
+def table_width(table: Table, console: Console) -> int:
+    """Of one that has room."""
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum
 
 
 def print_json(value: Any, indent: int = 2) -> None:

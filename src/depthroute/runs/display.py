@@ -79,7 +79,8 @@ def training_status(loss: float, tokens_per_second: float, memory: int) -> str:
 
 
 def comparison_table(summary: dict[str, Any]) -> Table:
-    """Fits a terminal of 80 columns; ``summary.json`` has all digits."""
+    """Fits a terminal of 80 columns, long names in several lines; ``summary.json`` has all
+    digits."""
     seeds, is_timed = summary["seeds"], summary["equal"] == "time"
     scale = " and ".join(f"{name} {loss:.3f}" for name, loss in summary["baselines"].items())
     amount = f"{summary['steps']} steps, {summary['tokens']:,} tokens each"
@@ -108,7 +109,7 @@ def comparison_table(summary: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("\nmethod", no_wrap=True)
+    table.add_column("\nmethod", overflow="fold")  # and the figures stay whole
     headers = (
         "validation\nloss",
         "vs\nstandard",
@@ -133,7 +134,7 @@ def sweep_table(summary: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("\nmethod", no_wrap=True)
+    table.add_column("\nmethod", overflow="fold")  # and the figures stay whole
     headers = (f"best\n{sweep['name']}", "vs\nstandard", "95%\ninterval", "speed-up\nby loss")
     for header in (*headers, "by wall\nclock"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -159,7 +160,7 @@ def ladder_table(ladder: dict[str, Any]) -> Table:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    table.add_column("\nmethod", no_wrap=True)
+    table.add_column("\nmethod", overflow="fold")  # and the figures stay whole
     headers = ("\nsize", "\nloss", "95% interval of\nvs standard", "speed-up\nby loss")
     for header in (*headers, "by wall\nclock", "per ten-\nfold"):
         table.add_column(header, justify="right", no_wrap=True)
