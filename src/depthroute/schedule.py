@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from depthroute.errors import ConfigError, NothingToShare
+from depthroute.checks import check_number, check_whole
+from depthroute.errors import ConfigError, NothingToShare, shown
 from depthroute.methods import METHODS
 from depthroute.plan import FINAL, DepthRow, Place, Plan, Resolved
 
@@ -292,6 +293,10 @@ def build(
     sublayers: tuple[str, ...],
 ) -> Plan:
     """The plan of ``config`` for a model of ``num_layers`` layers, or the reason against it."""
+    check_whole("num_layers", num_layers)
+    check_whole("width", width, optional=True)
+    check_number("eps", eps, least=0.0)
+    _check_sublayers(sublayers)
     _refuse_misfits(config, num_layers, width)
     method, depth = config.method, num_layers // config.loops
     kind = METHODS[method]
@@ -335,10 +340,22 @@ def cut(plan: Plan, cuts: tuple[int, ...]) -> Plan:
     return rules.plan(plan.groups, plan.reason, cuts if plan.groups else ())
 
 
+def _check_sublayers(names: Any) -> None:
+    """A place is known by its layer and such a name: two of one name would share a site."""
+    is_several = isinstance(names, tuple | list) and len(names) > 0
+    if not is_several or not all(isinstance(n, str) and n.isidentifier() for n in names):
+        raise ConfigError(
+            f"sublayers={shown(names)} must be the names of a layer's sublayers in their order, "
+            "such as ('attention', 'mlp')"
+        )
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"sublayers={shown(names)} has a name twice; give each sublayer one of its own"
+        )
+
+
 def _refuse_misfits(config: RoutingConfig, num_layers: int, width: int | None) -> None:
     """What this model's depth and width cannot have."""
-    if num_layers < 1:
-        raise ConfigError(f"num_layers={num_layers} must be at least 1")
     if num_layers % config.loops:
         raise ConfigError(
             f"routing.loops={config.loops} does not divide the {num_layers} layers of the "

@@ -224,9 +224,22 @@ def test_a_combination_without_meaning_names_the_value_and_the_remedy(settings, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_layers_is_refused():
-    with pytest.raises(ConfigError, match="num_layers=0 must be at least 1"):
-        plan(0)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0 must be a whole number of at least 1"),
+        ({"num_layers": 4.0}, "num_layers=4.0 must be a whole number of at least 1"),
+        ({"width": 8.0}, "width=8.0 must be a whole number of at least 1"),
+        ({"eps": -1.0}, "eps=-1.0 must be a finite number at least 0"),
+        ({"sublayers": "attention"}, "sublayers='attention' must be the names"),
+        ({"sublayers": ()}, r"sublayers=\(\) must be the names"),
+        ({"sublayers": ("a.b", "a_b")}, r"sublayers=\('a.b', 'a_b'\) must be the names"),
+        ({"sublayers": ("mlp", "mlp")}, r"sublayers=\('mlp', 'mlp'\) has a name twice"),
+    ],
+)
+def test_a_model_that_is_none_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        RoutingConfig(method="delta").resolve(**{"num_layers": 2} | given)
 
 
 def test_a_plan_says_how_it_evaluates_and_why():
