@@ -385,6 +385,11 @@ def _sources(config: RoutingConfig, init: str, routing: str, block_size: int) ->
             f"routing.include_partial=true needs sources='delta'; {sources!r} sources have no "
             "partial block. Leave it out"
         )
+    if config.include_partial and block_size == 1:
+        raise ConfigError(
+            "routing.include_partial=true needs blocks of more than one sublayer, which are in "
+            "parts while they are filled; leave it out, or give a larger block_size"
+        )
     if sources == "reference" and not config.embedding_source:
         raise ConfigError(
             "routing.embedding_source=false has no meaning for sources='reference': the "

@@ -79,3 +79,5 @@ def test_impossible_windows_are_refused():
         perplexity(model, ids[:, :1])
     with pytest.raises(dr.DepthrouteError, match="stride=9 must be between 1 and window - 1 = 7"):
         perplexity(model, ids, window=8, stride=9)
+    with pytest.raises(dr.DepthrouteError, match="batch_size=0 must be a whole number"):
+        perplexity(model, ids, batch_size=0)

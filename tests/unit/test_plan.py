@@ -200,6 +200,7 @@ def test_a_parallel_layer_is_one_sublayer():
             {"sources": "cumulative", "include_partial": True},
             r"include_partial=true needs sources='delta'; 'cumulative' .*Leave it out",
         ),
+        ({"include_partial": True}, r"include_partial=true needs blocks of more than one .*give"),
         (
             {"init": "centered", "evaluation": "two_phase"},
             r"'two_phase' would lose .*init='centered'; use evaluation='one_pass' or 'auto'",
