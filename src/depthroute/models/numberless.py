@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from depthroute.models import attention
 
 IMPLEMENTATION = "depthroute_numberless_sdpa"
-LINEAR_ATTENTIONS = ("chunk_kimi_delta_attention", "torch_chunk_gated_delta_rule")
+LINEAR_ATTENTIONS = ("chunk_kimi_delta_attention",)
 CHUNK = 64
 """Tokens of which kernels of linear attention keep the weights of pairs."""
 
@@ -70,18 +70,16 @@ def _attention(
 
 class _LinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, decay: Tensor, *others: Tensor) -> Tensor:
-        # of keys; where every channel decays by itself, of queries and keys too
-        count = 1 if decay.ndim < value.ndim else 2
-        pairs = [value.new_empty(*value.shape[:3], CHUNK) for _ in range(count)]
-        ctx.save_for_backward(value, decay, *others, *pairs)
+    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
+        pairs = [value.new_empty(*value.shape[:3], CHUNK) for _ in range(2)]
+        ctx.save_for_backward(value, *others, *pairs)
         return torch.empty_like(value)
 
 
 def _linear_attention(
     query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **_: Any
 ) -> Any:
-    return _LinearAttention.apply(value, g, query, key, beta), None
+    return _LinearAttention.apply(value, query, key, g, beta), None
 
 
 def _experts(module: Any, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
