@@ -122,7 +122,8 @@ def tokens_of(text: str, tokenizer: Any, model: Any, **options: Any) -> torch.Te
     """Ids [1, T] of a text, all of which the model knows."""
     ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids
     if ids.numel():
-        refuse_unknown_token(int(ids.max()), model.config.vocab_size, len(tokenizer))
+        known = model.config.get_text_config().vocab_size
+        refuse_unknown_token(int(ids.max()), known, len(tokenizer))
     return ids
 
 
