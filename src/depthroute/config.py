@@ -97,6 +97,11 @@ class RoutingConfig:
                 f"evaluation={self.evaluation!r} may not have; add evaluation='two_phase'"
             )
         self._refuse_foreign_settings()
+        if self.heads == 1 and self.head_norm != "full":
+            raise ConfigError(
+                f"routing.head_norm={self.head_norm!r} says how the keys of several heads are "
+                "normalised, and heads=1 is one; set heads, or leave it out"
+            )
 
     def _refuse_foreign_settings(self) -> None:
         """A setting that this method would ignore is an error, not a surprise."""

@@ -330,6 +330,7 @@ def build(
     )
     if schedule.chooses:
         _refuse_dead_combinations(schedule)
+        _refuse_idle(schedule)
     return schedule.plan(*_evaluation(config, schedule))
 
 
@@ -459,6 +460,22 @@ def _refuse_dead_combinations(schedule: Schedule) -> None:
             f"of method={schedule.method!r}, block_size={schedule.block_size} get a gradient; use "
             "init='complete' or 'centered'"
         )
+
+
+def _refuse_idle(schedule: Schedule) -> None:
+    """How sources are chosen, where there are none to choose among."""
+    places = range(schedule.num_sublayers + schedule.has_final_site)
+    reads = [len(schedule.reads(i)) for i in places if schedule.chooses_at(i)]
+    if schedule.heads > 1 and not reads:
+        setting, where = f"heads={schedule.heads}", "no place"
+    elif schedule.value_reads and 2 not in reads:
+        setting, where = "value_reads=true", "no attention"
+    else:
+        return
+    raise ConfigError(
+        f"routing.{setting} does nothing: {where} of {schedule.num_sublayers} sublayers, in "
+        f"blocks of {schedule.block_size}, reads several sources; leave it out, or have more"
+    )
 
 
 def _evaluation(config: RoutingConfig, schedule: Schedule) -> tuple[tuple[int, ...], str]:

@@ -58,8 +58,10 @@ def with_heads(
     config: RoutingConfig, heads: int, head_norm: str, value_reads: bool
 ) -> RoutingConfig:
     """As far as it has queries to split, and to give to values."""
-    if config.method == "static":
+    chooses = [place.chooses for place in config.resolve(LAYERS).places]
+    if config.method == "static" or not any(chooses):
         return config
+    value_reads &= any(chooses[0 : 2 * LAYERS : 2])
     return with_options(config, heads=heads, head_norm=head_norm, value_reads=value_reads)
 
 

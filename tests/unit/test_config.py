@@ -18,7 +18,7 @@ CHANGED = {
     "routing": {"routing": "replacement"},
     "init": {"init": "centered"},
     "heads": {"heads": 4},
-    "head_norm": {"head_norm": "slice"},
+    "head_norm": {"head_norm": "slice", "heads": 2},
     "include_partial": {"include_partial": False},
     "embedding_source": {"embedding_source": False},
     "learned": {"method": "x0_skip", "learned": True},
@@ -110,6 +110,7 @@ def test_our_errors_are_value_errors():
         ({"heads": True}, r"heads=True must be a whole number of at least 1"),
         ({"heads": 10**5000}, r"heads=a whole number of 16610 bits is too large; use at most"),
         ({"method": ["delta"]}, r"unknown routing\.method \['delta'\]; known"),
+        ({"head_norm": "slice"}, r"head_norm='slice' says .*heads=1 is one; set heads, or leave"),
         ({"group_size": 3}, r"group_size=3 is the size of two-phase groups.*add evaluation="),
         (
             {"block_size": 4, "num_blocks": 3},

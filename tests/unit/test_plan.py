@@ -226,6 +226,24 @@ def test_a_combination_without_meaning_names_the_value_and_the_remedy(settings, 
 
 
 @pytest.mark.parametrize(
+    ("settings", "layers", "value_and_remedy"),
+    [
+        ({"num_blocks": 1}, 8, "value_reads=true does nothing: no attention of 16"),
+        ({"method": "attnres"}, 1, "value_reads=true .*; leave it out, or have more"),
+        ({"num_blocks": 1, "heads": 4, "value_reads": False}, 8, "heads=4 .*: no place of 16 "),
+    ],
+)
+def test_a_way_to_choose_where_nothing_chooses_is_refused(settings, layers, value_and_remedy):
+    with pytest.raises(ConfigError, match=value_and_remedy):
+        plan(layers, **{"value_reads": True} | settings)
+
+
+def test_values_that_one_attention_alone_can_choose_are_read():
+    chosen = plan(2, method="attnres", num_blocks=1, value_reads=True)
+    assert [len(place.reads) for place in chosen.places] == [1, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"num_layers": 0}, "num_layers=0 must be a whole number of at least 1"),
