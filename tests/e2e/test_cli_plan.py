@@ -67,6 +67,23 @@ def test_a_pretrained_model_is_planned_from_its_configuration_alone(depthroute, 
     assert "--base brings its own shape" in refused(depthroute, *base, "--preset", "100m")
 
 
+def test_a_frozen_base_is_planned_without_gradients_and_moments_of_its_own(depthroute, tmp_path):
+    family_model("llama").save_pretrained(tmp_path)
+    words = ("plan", "--base", str(tmp_path), "--method", "delta-block", "--num-blocks", "2")
+    whole, frozen = (
+        json.loads(depthroute(*words, *more, "--json")[1]) for more in ((), ("--freeze-base",))
+    )
+    (before,), (after,) = whole["ranks"], frozen["ranks"]
+    assert (whole["freeze_base"], frozen["freeze_base"]) == (False, True)
+    assert after["parameters"] == before["parameters"] == before["gradients"]
+    assert after["gradients"] == 4 * frozen["routing_parameters"] == after["optimizer"] // 2
+    assert 0 < after["activations"] < before["activations"]
+    assert ", the rest frozen; fp32" in depthroute(*words, "--freeze-base")[1]
+    assert "has no parameters; leave it out" in refused(
+        depthroute, *words[:3], "--method", "standard", "--freeze-base"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -74,6 +91,12 @@ def test_a_pretrained_model_is_planned_from_its_configuration_alone(depthroute, 
         (("--tp", "3"), "--tp 3 does not divide 2 (attention heads)"),
         (("--pp", "2", "--micro-batches", "5", "--chunks", "2"), "use 4 or 6"),
         (("--dp", "3"), "use a multiple of 3"),
+        (("--parallel", "fsdp"), "fsdp is for several processes, and this is one; use --dp 2"),
+        (
+            ("--parallel", "fsdp", "--tp", "2"),
+            "several replicas of --tp 2 --pp 1, and this is one; use --dp 2, which takes 4",
+        ),
+        (("--freeze-base",), "--freeze-base is for a pretrained model; add its --base"),
         (("--chunks", "2"), "--chunks is for a pipeline; add --pp 2 or more"),
         (("--set", "lr=1"), "unknown setting of a plan 'lr'"),
         (("--set", "precision=fp8"), "fp8"),

@@ -106,16 +106,24 @@ def test_every_family_can_be_planned(family):
 
 
 @pytest.mark.parametrize(
-    ("method", "recomputes"),
-    [("delta", False), ("delta", True), ("depth attention", False), ("mhc", False)],
+    ("method", "recomputes", "is_frozen"),
+    [
+        ("delta", False, False),
+        ("delta", True, False),
+        ("delta", False, True),
+        ("depth attention", False, False),
+        ("mhc", False, False),
+    ],
 )
-def test_what_is_kept_is_what_real_tensors_keep(method, recomputes):
+def test_what_is_kept_is_what_real_tensors_keep(method, recomputes, is_frozen):
     """The same stages with numbers: what their graphs hold of memory that they have made."""
     real = attention.use(routed_model(method, layers=4)).train()
     with torch.device("meta"):
         meta = attention.use(dr.from_config(real.config, real.config.routing_config())).train()
-    if recomputes:
-        for model in (real, meta):
+    for model in (real, meta):
+        if is_frozen:
+            model.freeze_base()
+        if recomputes:
             model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = PipelineLayout.of(real.plan, ranks=2, schedule="interleaved")
     traces = tracing.traced(meta, plan, ROWS, LENGTH)
@@ -147,6 +155,22 @@ def test_bf16_halves_what_is_sent_and_kept_and_copies_the_weights():
     assert half.memory[0].parameters == full.memory[0].parameters == 2 * half.memory[0].copies
     assert full.memory[0].copies == 0
     assert 0.4 < half.memory[0].activations / full.memory[0].activations < 0.8
+
+
+def test_a_frozen_base_has_copies_of_its_own_for_every_micro_batch_under_way():
+    def frozen(**settings):
+        model = on_meta(num_hidden_layers=8)
+        model.freeze_base()
+        return plan_of(model, precision="bf16", **settings)
+
+    alone, pipeline = frozen(), frozen(pp=2, micro_batches=4)
+    trained = plan_of(pp=2, micro_batches=4, precision="bf16")
+    assert 2 * alone.memory[0].copies == alone.memory[0].parameters
+    more = [a.copies / b.copies for a, b in zip(pipeline.memory, trained.memory, strict=True)]
+    assert 1.9 < more[0] < 2 and more[1] == 1  # 1F1B has two under way on the first rank
+    assert frozen(recomputes=True).memory[0].copies == alone.memory[0].gradients // 2
+    shared = frozen(tp=2).memory[0]
+    assert 0 < shared.gradients < shared.parameters / 4
 
 
 def test_recomputation_keeps_less_and_sends_the_same():

@@ -27,6 +27,9 @@ def plan(
         typer.Option(help="Instead: folder or hub id of a plain model, whose config.json is read."),
     ] = None,
     routing: RoutingOptions,
+    freeze_base: Annotated[
+        bool, typer.Option("--freeze-base", help="Train the routing parameters alone.")
+    ] = False,
     model: Shape = None,
     mesh: MeshOptions,
     settings: Annotated[
@@ -48,10 +51,14 @@ def plan(
     layout, shape = mesh.layout(), assigned(model, "--model")
     if base is not None and (shape or preset != "tiny"):
         raise ConfigError("--base brings its own shape; leave out --preset and --model")
+    if base is None and freeze_base:
+        raise ConfigError("--freeze-base is for a pretrained model; add its --base")
     chosen = routing.chosen(None if base is None else "delta")
     from depthroute.parallel.planner import forecast, refuse_too_large
 
-    name, recipe, build = _of_base(base, chosen) if base else _of_preset(preset, shape, chosen)
+    name, recipe, build = (
+        _of_base(base, chosen, freeze_base) if base else _of_preset(preset, shape, chosen)
+    )
     values = _settings(recipe, changes, name)
 
     def make(layout: Any, recomputes: bool) -> Any:
@@ -71,6 +78,7 @@ def plan(
         "method": whole.config.routing_config().name,
         "parameters": sum(p.numel() for p in whole.parameters()),
         "routing_parameters": sum(p.numel() for p in whole.routing_parameters()),
+        "freeze_base": freeze_base,
         "train": {setting: getattr(values, setting) for setting in SETTINGS},
     }
     result = make(layout, values.gradient_checkpointing)
@@ -82,7 +90,8 @@ def plan(
     console = output()
     console.print(
         f"{name}, {about['method']}: {about['parameters']:,} parameters, "
-        f"{about['routing_parameters']:,} of them routing; {values.precision}"
+        f"{about['routing_parameters']:,} of them routing{', the rest frozen' * freeze_base}; "
+        f"{values.precision}"
         f"{', recomputed' * values.gradient_checkpointing}"
     )
     console.print(str(result))
@@ -97,7 +106,7 @@ def _of_preset(preset: str, shape: dict[str, Any], routing: Any) -> Any:
     return preset, chosen.recipe, lambda: presets.build(chosen, device="meta")
 
 
-def _of_base(base: str, routing: Any) -> Any:
+def _of_base(base: str, routing: Any, freeze_base: bool) -> Any:
     import torch
 
     from depthroute.models import attention
@@ -112,9 +121,12 @@ def _of_base(base: str, routing: Any) -> Any:
     def build() -> Any:
         config = converted_config(plain, routing)
         with torch.device("meta"):
-            return attention.use(
+            model = attention.use(
                 routed_family(architecture_for(plain)).causal_lm._from_config(config)
             )
+        if freeze_base:
+            model.freeze_base()
+        return model
 
     return base, FINETUNING, build
 

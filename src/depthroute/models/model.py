@@ -99,8 +99,15 @@ class RoutedModel(_Base):
 
     def freeze_base(self) -> None:
         """Train the routing alone."""
+        routing = list(self.routing_parameters())
+        if not routing:
+            raise ConfigError(
+                "freezing the base trains the routing alone, and that of "
+                f"{self.config.routing_config().name} has no parameters; leave it out, or choose "
+                "another method"
+            )
         self.requires_grad_(False)
-        for parameter in self.routing_parameters():
+        for parameter in routing:
             parameter.requires_grad_(True)
 
     def save_pretrained(

@@ -107,6 +107,12 @@ class MeshLayout:
     def check(self, model: Any, batch_size: int, accumulation: int, length: int) -> None:
         """Refuse what does not fit ``model``, which may be on the meta device, or the batch."""
         assert self.dp is not None
+        if self.mode == "fsdp" and self.dp == 1:
+            what = "processes" if self.is_plain else f"replicas of --tp {self.tp} --pp {self.pp}"
+            raise ConfigError(
+                f"--parallel fsdp is for several {what}, and this is one; use --dp 2, which takes "
+                f"{2 * self.size} processes (torchrun --nproc-per-node), or leave it out"
+            )
         pipeline = self.pipeline(model.plan)
         if self.tp > 1:
             refuse_tensor_misfits(model, self.tp)

@@ -178,7 +178,8 @@ def forecast(
     precision: str = "fp32",
     recomputes: bool = False,
 ) -> Forecast:
-    """Of training ``model``, which is on ``meta``, with AdamW; or the reason against it.
+    """Of training ``model``, which is on ``meta``, with AdamW, except weights without gradients; or
+    the reason against it.
 
     ``model`` is used up: it becomes what one rank of tensor parallel has of it.
     """
@@ -192,6 +193,7 @@ def forecast(
     if mesh.tp > 1:
         tracing.take_a_part(model, mesh.tp)
     counts = num_parameters(model, layout)
+    trained = num_parameters(model, layout, frozen=False)
     if precision == "bf16":
         model.to(torch.bfloat16)
     if recomputes:
@@ -199,13 +201,27 @@ def forecast(
     traces = tracing.traced(model.train(), layout, rows, length, mesh.tp)
     sizes = {name: size for trace in traces for name, size in trace.sizes.items()}
     orders = timeline.orders(layout)
+
+    def of(rank: int, numbers: list[int]) -> int:
+        return sum(numbers[stage.index] for stage in layout.on(rank))
+
+    def copies(rank: int, order: list[timeline.Action]) -> int:
+        """Autocast has one of a trained weight for all micro-batches; of one that is frozen each
+        makes its own, which is made again where layers are."""
+        if precision != "bf16" or mesh.mode == "fsdp":
+            return 0
+        others = [0 if recomputes else c - t for c, t in zip(counts, trained, strict=True)]
+        own = timeline.most_alive(order, others, splits_backward=is_split)
+        return COPY * (of(rank, trained) + own)
+
     memory = [
-        _weights(sum(counts[stage.index] for stage in layout.on(rank)), mesh, precision)
+        _weights(of(rank, counts), of(rank, trained), mesh)
         | _streams(layout, rank, sizes)
         | {
+            "copies": copies(rank, order),
             "activations": timeline.most_alive(
                 order, [trace.kept for trace in traces], splits_backward=is_split
-            )
+            ),
         }
         for rank, order in enumerate(orders)
     ]
@@ -223,13 +239,15 @@ def forecast(
     )
 
 
-def _weights(count: int, mesh: MeshLayout, precision: str) -> dict[str, int]:
-    """Of a rank whose stages have ``count`` parameters."""
-    is_sharded = mesh.mode == "fsdp"
-    held = -(-count // (mesh.dp or 1)) if is_sharded else count
-    copies = COPY * count if precision == "bf16" and not is_sharded else 0
-    parts = {"parameters": WEIGHT, "gradients": GRADIENT, "optimizer": MOMENTS}
-    return {name: size * held for name, size in parts.items()} | {"copies": copies}
+def _weights(count: int, trained: int, mesh: MeshLayout) -> dict[str, int]:
+    """Of a rank whose stages have ``count`` parameters, so many of them ``trained``."""
+    shards = mesh.dp or 1 if mesh.mode == "fsdp" else 1
+    held, updated = -(-count // shards), -(-trained // shards)
+    return {
+        "parameters": WEIGHT * held,
+        "gradients": GRADIENT * updated,
+        "optimizer": MOMENTS * updated,
+    }
 
 
 def _streams(layout: PipelineLayout, rank: int, sizes: dict[str, int]) -> dict[str, int]:

@@ -121,10 +121,11 @@ class StageModule(nn.Module):
         return state._replace(stream=state.stream.opened())
 
 
-def num_parameters(model: Any, layout: PipelineLayout) -> list[int]:
-    """Of each stage; a weight that embedding and head share is counted in both."""
-    parts = (_part(model, layout, stage) for stage in layout.stages)
-    return [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+def num_parameters(model: Any, layout: PipelineLayout, *, frozen: bool = True) -> list[int]:
+    """Of each stage, with those that are ``frozen`` or without; a weight that embedding and head
+    share is counted in both."""
+    parts = (_part(model, layout, stage).parameters() for stage in layout.stages)
+    return [sum(p.numel() for p in part if frozen or p.requires_grad) for part in parts]
 
 
 def is_tied(model: Any) -> bool:

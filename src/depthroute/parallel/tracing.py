@@ -100,7 +100,8 @@ def take_a_part(model: Any, ranks: int) -> None:
             continue
         module, shape = decoder.get_submodule(home), list(parameter.shape)
         shape[place.dim] //= ranks
-        module._parameters[leaf] = nn.Parameter(parameter.new_empty(shape))
+        part = parameter.new_empty(shape)
+        module._parameters[leaf] = nn.Parameter(part, parameter.requires_grad)
         if leaf == "weight" and style.splits_input:
             module.register_forward_pre_hook(lambda _, given: (given[0].chunk(ranks, -1)[0],))
         if leaf == "weight" and style.gathers_output:

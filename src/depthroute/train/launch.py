@@ -160,14 +160,12 @@ def finetune(
     config = converted_config(plain_config(base), routing)
     plan = plan_for(config, config.routing_config())
     refuse_idle_rates(request.changes, [plan])
-    if freeze_base and not plan.site_names():
-        raise ConfigError(
-            f"--freeze-base trains the routing alone, and {routing.name} has no parameters; "
-            "leave it out, or choose another method"
-        )
     check_length(settings, getattr(config, "max_position_embeddings", None))
     with torch.device("meta"):
-        layout = _fitting_layout(request, settings, from_config(config, routing))
+        model = from_config(config, routing)
+    if freeze_base:
+        model.freeze_base()
+    layout = _fitting_layout(request, settings, model)
 
     def job(vocabulary: dict[str, Any], data: TokenData) -> _Job:
         refuse_unknown_tokens(data, vocabulary, config.vocab_size)
@@ -195,12 +193,6 @@ def _fitting_layout(request: Request, settings: TrainSettings, model: Any) -> Me
     graphs.refuse_uncaptured(settings, obstacle)
     layout = request.layout.over(ranks)
     layout.check(model, settings.batch_size, settings.accumulation, settings.sequence_length)
-    if layout.mode == "fsdp" and layout.dp == 1:
-        what = "processes" if layout.is_plain else f"replicas of --tp {layout.tp} --pp {layout.pp}"
-        raise ConfigError(
-            f"--parallel fsdp is for several {what}, and this is one; start it with torchrun "
-            f"--nproc-per-node {2 * layout.size}, or leave it out"
-        )
     if (layout.mode == "fsdp" or layout.tp > 1) and settings.optimizer == "muon":
         why = "--parallel fsdp shards" if layout.mode == "fsdp" else f"--tp {layout.tp} shares"
         raise ConfigError(
