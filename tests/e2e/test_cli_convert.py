@@ -38,6 +38,11 @@ def test_convert_prints_its_proof_and_keeps_the_dtype(base, tmp_path, depthroute
     assert json.loads(printed)["max_difference"] < 1e-5
 
 
+def test_the_identity_of_a_model_that_is_not_routed_proves_nothing_and_is_refused(base, depthroute):
+    status, printed, error = depthroute("identity", "--base", str(base), "--routed", str(base))
+    assert (status, printed) == (2, "") and "holds a plain 'llama' model, which" in error
+
+
 def test_revert_writes_the_original_bit_for_bit(base, tmp_path, depthroute):
     routed, plain = str(tmp_path / "routed"), str(tmp_path / "plain")
     assert depthroute("convert", "--base", str(base), "--out", routed)[0] == 0

@@ -161,18 +161,18 @@ def load(
     name: str, device: str, *, needs_routing: bool = False, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
     """The model on its device, and its tokenizer."""
-    from depthroute.errors import CheckpointError
     from depthroute.models import attention
-    from depthroute.models.loading import load_model, load_tokenizer, tokenizer_source
+    from depthroute.models.loading import (
+        from_pretrained,
+        load_model,
+        load_tokenizer,
+        tokenizer_source,
+    )
     from depthroute.train.prepare import choose_device
 
     where = choose_device(device)
-    model = attention.use(load_model(name, trust_remote_code=trust_remote_code))
-    if needs_routing and not hasattr(model, "sites"):
-        raise CheckpointError(
-            f"{name!r} holds a plain {model.config.model_type!r} model, which routes nothing; "
-            "convert it first (depthroute convert)"
-        )
+    loaded = from_pretrained if needs_routing else load_model
+    model = attention.use(loaded(name, trust_remote_code=trust_remote_code))
     tokenizer = load_tokenizer(tokenizer_source(name), trust_remote_code=trust_remote_code)
     return model.to(where), tokenizer
 

@@ -23,7 +23,6 @@ from depthroute.models.convert import (
 from depthroute.models.loading import (
     from_pretrained,
     has_tokenizer,
-    load_model,
     load_plain,
     load_tokenizer,
     plain_config,
@@ -89,9 +88,10 @@ def convert_checkpoint(
 def compare_checkpoints(
     base: str, routed: str, *, text: str, num_tokens: int, trust_remote_code: bool = False
 ) -> IdentityReport:
-    """The identity report of two checkpoints on disk."""
+    """The identity report of a plain checkpoint and a routed one on disk."""
+    plain_config(base)  # what is not the one or not the other is said before weights are read
+    other = from_pretrained(routed, dtype=torch.float32, trust_remote_code=trust_remote_code)
     plain = load_plain(base, dtype=torch.float32)
-    other = load_model(routed, dtype=torch.float32, trust_remote_code=trust_remote_code)
     if plain.config.vocab_size != other.config.vocab_size:
         raise CheckpointError(
             f"{base!r} has a vocabulary of {plain.config.vocab_size} and {routed!r} one of "

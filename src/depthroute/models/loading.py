@@ -89,8 +89,8 @@ def from_pretrained(path: Any, **options: Any) -> Any:
     config = model_config(path, **options)
     if not isinstance(config, RoutedConfigMixin):
         raise CheckpointError(
-            f"{str(path)!r} holds a plain {config.model_type!r} model; load it with transformers "
-            "and convert it (depthroute.convert, or `depthroute convert`)"
+            f"{str(path)!r} holds a plain {config.model_type!r} model, which routes nothing; "
+            "convert it first (depthroute.convert, or `depthroute convert`)"
         )
     return _load(path, **{"config": config} | options)
 
