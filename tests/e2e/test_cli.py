@@ -92,6 +92,9 @@ def test_a_ladder_prints_every_size_and_the_law(depthroute, tmp_path, book):
     assert err.count("runs of") == 2
     status, _, err = depthroute(*arguments, "--steps", "4")
     assert (status, err.count("\n")) == (2, 1) and "use --tokens-per-parameter" in err
+    for number in ("inf", "nan", "0"):
+        status, _, err = depthroute(*arguments, "--tokens-per-parameter", number)
+        assert (status, err.count("\n")) == (2, 1) and "must be a finite number greater than" in err
     status, _, err = depthroute("compare", "--tokens-per-parameter", "2")
     assert (status, err.count("\n")) == (2, 1) and "add --ladder" in err
 

@@ -254,7 +254,7 @@ def tells_the_story(out, printed, err, base, texts):
         (["train", "--data", "tokens:X"], "holds no prepared tokens"),
         (["train", "--data", "tokens:X", "--tokenizer", "bytes"], "holds tokens already; leave it"),
         (["train", "--data", "X", "--validation", "X", "--held-out", "3"], "give one of them"),
-        (["train", "--data", "X", "--held-out", "0"], "--held-out 0.0 must be between 0 and 100"),
+        (["train", "--data", "X", "--held-out", "0"], "--held-out=0.0 must be a finite number"),
         (["train", "--data", "X", "--set", "sequence_length=4096"], "the train part has"),
         (["train", "--data", "X", "--wandb", "p"], "--wandb needs wandb; install it with"),
         (["train", "--data", "X", "--tensorboard"], "--tensorboard needs tensorboard; install"),

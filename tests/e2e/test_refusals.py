@@ -85,7 +85,7 @@ OTHER_MISTAKES = {
     "--steps 3 --set steps=4": "steps is given twice, with --steps and with --set",
     "--set steps=true": "train.steps=True must be a whole number",
     "--set decay_fraction=0.5": "has no meaning for schedule='cosine'",
-    "--held-out nan": "--held-out nan must be between 0 and 100",
+    "--held-out nan": "--held-out=nan must be a finite number greater than 0 and below 100",
     "--max-tokens -1": "--max-tokens=-1 must be a whole number of at least 1",
     "--text-field body": "--text-field body names a field of JSONL and Parquet",
     "--parallel fsdp": "--parallel fsdp is for several processes",
@@ -157,8 +157,9 @@ def test_a_text_that_is_the_validation_text_too_is_all_held_out(depthroute, text
 
 
 SAMPLING_MISTAKES = {
-    "--temperature nan": "temperature=nan must be a finite number",
-    "--temperature 1e-30": "temperature=1e-30 must be a finite number at least 0.001",
+    "--temperature nan": "temperature=nan must be 0, which takes the most likely token, or a",
+    "--temperature -1": "temperature=-1.0 must be 0, which takes the most likely token",
+    "--temperature 1e-30": "likely token, or a finite number at least 0.001",
     "--temperature 1 --top-p 0": "top-p=0.0 must be a finite number greater than 0",
     "--temperature 1 --top-p nan": "top-p=nan must be a finite number",
     "--top-k 3": "top-k is for tokens that are drawn",

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 import typer
 from rich.console import Console
 
+from depthroute.checks import check_number
 from depthroute.cli.app import Device, TrustRemoteCode
 from depthroute.cli.run_file import Chosen, ConfigFile
 from depthroute.cli.terminal import models_report
@@ -167,7 +168,7 @@ class SweepOptions:
         ),
     ] = None
     tokens_per_parameter: Annotated[
-        float, typer.Option(min=0.001, help="Of every size of a ladder, which sets its steps.")
+        float, typer.Option(help="Of every size of a ladder, which sets its steps.")
     ] = 20.0
     jobs: Annotated[int, typer.Option(min=1, help="Runs that go side by side.")] = 1
 
@@ -179,6 +180,7 @@ class SweepOptions:
             alone.extend,
         ):
             raise ConfigError("--sweep-seeds and --extend are for a sweep; add --sweep")
+        check_number("--tokens-per-parameter", self.tokens_per_parameter, above=0)
         if self.ladder is None and self.tokens_per_parameter != alone.tokens_per_parameter:
             raise ConfigError("--tokens-per-parameter is for a ladder; add --ladder")
         if self.sweep is None and self.ladder is None:

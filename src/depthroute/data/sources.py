@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthroute import files
-from depthroute.checks import check_whole
+from depthroute.checks import check_number, check_whole
 from depthroute.data import tokenise
 from depthroute.data.batches import HELD_OUT_PERCENT
 from depthroute.data.documents import FIELD, open_corpus
@@ -54,8 +54,7 @@ def prepare(
     """The tokens of ``source``; ``tokenizer`` is what is used where it names none."""
     if source.data.startswith(PREPARED):
         return _prepared(source)
-    if source.held_out is not None and not 0 < source.held_out < 100:
-        raise ConfigError(f"--held-out {source.held_out} must be between 0 and 100 percent")
+    check_number("--held-out", source.held_out, above=0, below=100, optional=True)
     if source.validation is not None and source.held_out is not None:
         raise ConfigError(
             f"--validation {source.validation} is the held-out text, so --held-out "

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from depthroute.checks import check_number, check_whole
-from depthroute.errors import DepthrouteError
+from depthroute.checks import check_number, check_whole, is_finite
+from depthroute.errors import ConfigError, DepthrouteError, shown
 from depthroute.models.loading import tokens_of
 
 COLDEST = 1e-3
@@ -45,8 +45,11 @@ def check_sampling(
     temperature: float, top_k: int | None, top_p: float | None, seed: int | None
 ) -> None:
     """How tokens are drawn; asked before a model is loaded for it."""
-    if temperature != 0:
-        check_number("temperature", temperature, least=COLDEST)
+    if temperature != 0 and not (is_finite(temperature) and temperature >= COLDEST):
+        raise ConfigError(
+            f"temperature={shown(temperature)} must be 0, which takes the most likely token, or a "
+            f"finite number at least {COLDEST:g}"
+        )
     check_whole("top-k", top_k, optional=True)
     check_number("top-p", top_p, above=0.0, most=1.0, optional=True)
     check_whole("seed", seed, least=0, optional=True)
