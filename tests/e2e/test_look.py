@@ -56,7 +56,7 @@ def test_inspect_as_json_is_the_trace_of_the_model(depthroute, folders):
 
 
 @pytest.mark.parametrize("method", CHOOSING)
-@pytest.mark.parametrize("columns", ["60", "80", "200"])
+@pytest.mark.parametrize("columns", ["40", "60", "80", "200"])
 def test_the_map_has_a_row_a_site_and_fits_the_terminal(
     depthroute, folders, monkeypatch, method, columns
 ):
@@ -69,6 +69,15 @@ def test_the_map_has_a_row_a_site_and_fits_the_terminal(
     rows = [line for line in out.splitlines() if " entropy " in line and "max 0" in line]
     assert len(rows) == sites
     assert max(len(row) for row in rows) <= int(columns)
+
+
+def test_a_terminal_without_colours_is_given_shades(depthroute, folders, monkeypatch):
+    words = ("inspect", str(folders / CHOOSING[0]), "--text", str(folders / "text.txt"))
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TERM", "xterm")
+    drawn = Text.from_ansi(depthroute(*words)[1]).plain
+    assert "weight  0    0.05 ░░ 0.25 ▒▒ 0.5 ▓▓ 1 ██" in drawn
 
 
 def test_a_model_of_96_layers_fits_80_columns():

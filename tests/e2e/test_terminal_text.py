@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from depthroute import cli
 from depthroute.cli.options import Watching
 from depthroute.cli.terminal import PlainConsole
-from depthroute.runs.display import comparison_table, measuring_bar
+from depthroute.runs.display import comparison_table, measuring_bar, progress_bar
 from depthroute.runs.summary import summarise
 from depthroute.visible import visible, visible_line
 
@@ -191,6 +191,33 @@ def test_a_bar_says_how_long_it_takes_and_only_where_it_is_known_how_much_is_lef
     loading, perplexity = console.file.getvalue().splitlines()[:2]
     assert "0:00:00" in loading and "left" not in loading
     assert "(-:--:-- left)" in plain(perplexity)
+
+
+def test_a_long_name_takes_more_lines_beside_a_bar_whose_figures_are_whole():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    bar = progress_bar(console)
+    name = "delta:heads=4:init=centered lr=0.032 seed 1000"
+    bar.add_task(name, total=4, completed=3, loss="4.417", rate="5,990")
+    console.print(bar)
+    assert " 75% loss 4.417 5,990 tokens/s left -:--:--" in plain(console.file.getvalue())
+
+
+@pytest.mark.parametrize("columns", ["60", "40"])
+@pytest.mark.parametrize("words", [("presets",), ("runs",)])
+def test_a_list_is_whole_in_a_narrow_terminal(depthroute, monkeypatch, tmp_path, columns, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    run = tmp_path / "runs" / "one-of-a-name-that-is-long"
+    run.mkdir(parents=True)
+    config = {"kind": "train", "methods": {"delta:num_blocks=28": {}}, "seeds": [0]}
+    config |= {"train": {"steps": 1234}}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "metrics.jsonl").touch()
+    status, out, err = depthroute(*words)
+    assert status == 0, err
+    assert "delta:num_blocks=28" in out and "\N{HORIZONTAL ELLIPSIS}" not in out
+    assert "0 of 1,234" in out or "what it is" in out
 
 
 def test_validating_has_a_line_while_it_lasts():

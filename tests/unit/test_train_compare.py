@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
 from tests.training import take_steps
 
 from depthroute import diagnostics, presets
@@ -159,6 +160,25 @@ def test_a_long_name_takes_more_lines_and_no_figure_is_cut_off(finished):
     for row in rows:
         assert spread(row["validation_loss"], "{:.3f}") in text
         assert spread(row["difference"], "{:+.3f}") in text
+
+
+@pytest.mark.parametrize("columns", [60, 40])
+def test_a_terminal_without_room_for_a_table_shows_its_rows_as_lists_of_whole_figures(
+    finished, monkeypatch, capsys, columns
+):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    name = "attnres-full:heads=4:x[b]"
+    rows = [row | {"method": name, "routing_parameters": 98_766} for row in finished[1]["rows"]]
+    print_table(comparison_table(finished[1] | {"rows": rows}))
+    text = Text.from_ansi(capsys.readouterr().out).plain
+    lines = text.splitlines()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text and max(map(len, lines)) <= columns
+    assert lines.count(name) == lines.count("  params added     +98,766") == 3
+    for row in rows:
+        assert f"  validation loss  {spread(row['validation_loss'], '{:.3f}')}" in lines
+        assert f"  vs standard      {spread(row['difference'], '{:+.3f}')}".rstrip() in lines
+    assert "Validation loss: nats per" in text
 
 
 def test_a_table_that_goes_to_a_file_is_as_wide_as_it_needs(finished, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, app
-from depthroute.cli.terminal import PlainConsole, output, print_json
+from depthroute.cli.terminal import output, print_json, print_table
 
 
 @app.command(epilog="Example: `depthroute presets --json`")
@@ -18,13 +18,13 @@ def presets(as_json: AsJson = False) -> None:
         return
     table = Table()
     for name in ("preset", "what it is", "method", "steps", "lr"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "what it is")
     for preset in PRESETS.values():
         recipe, method = preset.recipe, preset.routing.name
         table.add_row(
             preset.name, preset.summary, method, str(recipe.steps or "-"), str(recipe.lr or "-")
         )
-    PlainConsole().print(table)
+    print_table(table)
 
 
 @app.command(epilog="Example: `depthroute env --json`")

@@ -137,10 +137,11 @@ def print_table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> N
 
 
 def _table(columns: list[str], title: str, rows: list[dict[str, Any]]) -> Table:
-    """Headings may take several lines, figures none but one."""
+    """Headings and names may take several lines, figures none but one."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in columns:
-        table.add_column("\n".join(HEADINGS.get(name, (name,))[0].split()), no_wrap=True)
+        heading = "\n".join(HEADINGS.get(name, (name,))[0].split())
+        table.add_column(heading, overflow="fold", no_wrap=name != columns[0])
     for row in rows:
         table.add_row(*(_cell(name, row.get(name)) for name in columns))
     return table

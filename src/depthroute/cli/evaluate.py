@@ -11,7 +11,7 @@ from rich.table import Table
 from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
 from depthroute.cli.convert import read_text
 from depthroute.cli.look import Model, load
-from depthroute.cli.terminal import PlainConsole, output, print_json, progress
+from depthroute.cli.terminal import output, print_json, print_table, progress
 from depthroute.errors import ConfigError
 
 
@@ -115,7 +115,7 @@ def evaluate(
     if names:
         result["tasks"] = _scores(loaded, tokenizer, names, tasks, batch_size)
         if not as_json:
-            PlainConsole().print(_table(result["tasks"], result["lm_eval"]))
+            print_table(_table(result["tasks"], result["lm_eval"]))
     if as_json:
         print_json(result)
 

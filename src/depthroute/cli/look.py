@@ -7,7 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from depthroute.cli.app import AsJson, Device, TrustRemoteCode, app
-from depthroute.cli.terminal import PlainConsole, for_stdout, output, print_json, progress
+from depthroute.cli.terminal import (
+    PlainConsole,
+    for_stdout,
+    output,
+    print_json,
+    print_table,
+    progress,
+)
 
 Model = Annotated[str, typer.Argument(help="Folder or hub id: plain, routed, or an adapter.")]
 
@@ -92,7 +99,7 @@ def inspect(
     console.print(f"{model} ({method}): loss {loss} over {ids.numel()} tokens", soft_wrap=True)
     console.print(routing_map(routing, console))
     if importance:
-        console.print(importance_table(routing))
+        print_table(importance_table(routing))
 
 
 def _importance(model: Any, ids: Any, sites: str, seen: Any) -> Any:

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from depthroute.cli.app import AsJson, Commands, app
-from depthroute.cli.terminal import PlainConsole, output, print_json
+from depthroute.cli.terminal import PlainConsole, output, print_json, print_table
 
 runs = Commands(rich_markup_mode="markdown")
 app.add_typer(runs, name="runs")
@@ -33,9 +33,8 @@ def list_all(
     if as_json:
         print_json([run.to_dict() for run in found])
         return
-    console = PlainConsole()
     if not found:
-        console.print(f"no runs in {str(folder)!r}; depthroute train or compare makes one")
+        output().print(f"no runs in {str(folder)!r}; depthroute train or compare makes one")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "method", "steps", "loss", "state"):
@@ -45,7 +44,7 @@ def list_all(
         )
     for run in found:
         table.add_row(_name(run, folder), _methods(run), _steps(run), _loss(run), run.state)
-    console.print(table)
+    print_table(table)
     commands = [run.resume for run in found if run.resume is not None]
     if commands:
         output().print("\n".join(["go on with:", *(f"  {command}" for command in commands)]))

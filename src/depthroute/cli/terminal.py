@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from depthroute.json_shape import jsonable
 from depthroute.visible import visible
+
+LEAST = 12
+"""Letters of a name in a line of a table, where it is longer and the terminal narrow."""
 
 
 class PlainConsole(Console):
@@ -44,11 +48,25 @@ def notes(**options: Any) -> PlainConsole:
 
 
 def print_table(table: Table) -> None:
-    """As wide as a terminal is, and elsewhere as wide as the table."""
+    """As wide as a terminal is, and elsewhere as wide as the table. Where figures have no room
+    beside names that are wrapped, every row is a list of what the table has in columns."""
     console = PlainConsole()
+    width = table_width(table, console)
     if not console.is_terminal:
-        console.width = max(console.width, table_width(table, console))
-    console.print(table)
+        console.width = max(console.width, width)
+    names = [c for c in table.columns if not c.no_wrap]
+    spare = sum(max(0, max(map(cell_len, map(str, c.cells)), default=0) - LEAST) for c in names)
+    if width - spare <= console.width:
+        console.print(table)
+        return
+    labels = [" ".join(str(c.header).replace("-\n", "").split()) for c in table.columns[1:]]
+    if table.title:
+        console.print(table.title)
+    for name, *values in zip(*(c.cells for c in table.columns), strict=True):
+        console.print(f"\n{name}".rstrip())
+        for label, value in zip(labels, values, strict=True):
+            console.print(f"  {label:<{max(map(len, labels))}}  {value}")
+    console.print(*([] if table.caption is None else ["", table.caption]), sep="\n")
 
 
 def table_width(table: Table, console: Console) -> int:

@@ -53,7 +53,7 @@ def _map(
         Text(f"{len(used)} sources, {first} to {last}{together}", style="dim"),
     ]
     for site in sites:
-        line = Text(f"{_label(site):>{label_width}} ", no_wrap=True, overflow="crop")
+        line = Text(f"{_label(site):>{label_width}} ")
         shown = math.ceil(len(used) / share)
         sums: list[float | None] = [None] * shown
         for position, weight in zip(site["sources"], site["weights"], strict=True):
@@ -73,7 +73,7 @@ def _map(
     return lines
 
 
-def importance_table(record: dict[str, Any], rows: int = 12) -> RenderableType:
+def importance_table(record: dict[str, Any], rows: int = 12) -> Table:
     """The sources that are missed most, their weights beside them, and whether the two agree."""
     found = [
         (rise, weight, site["name"], record["sources"][position])
@@ -83,24 +83,28 @@ def importance_table(record: dict[str, Any], rows: int = 12) -> RenderableType:
         )
         if rise is not None
     ]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("loss without it", "weight"):
-        table.add_column(heading, justify="right")
-    for heading in ("site", "source"):
-        table.add_column(heading, no_wrap=True)
-    for rise, weight, site, source in sorted(found, reverse=True)[:rows]:
-        table.add_row(f"{rise:+.4f}", f"{weight:.2f}", site, source)
     agreement = record["rank_correlation"]
     rest = "" if len(found) <= rows else f", the first {rows} of {len(found)}"
-    return Group(
-        Text(f"importance in nats a token{rest}", style="bold"),
-        table,
-        Text(
-            "weight and importance do not vary together here"
-            if agreement is None
-            else f"rank correlation of weight and importance: {agreement:.2f}"
-        ),
+    table = Table(
+        title=f"importance in nats a token{rest}",
+        title_style="bold",
+        title_justify="left",
+        caption="weight and importance do not vary together here"
+        if agreement is None
+        else f"rank correlation of weight and importance: {agreement:.2f}",
+        caption_style="",
+        caption_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
     )
+    for heading in ("loss without it", "weight"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("site", "source"):
+        table.add_column(heading, overflow="fold")
+    for rise, weight, site, source in sorted(found, reverse=True)[:rows]:
+        table.add_row(f"{rise:+.4f}", f"{weight:.2f}", site, source)
+    return table
 
 
 def _label(site: dict[str, Any]) -> str:
@@ -113,7 +117,7 @@ def _cell(weight: float | None, width: int, console: Console) -> Text:
         return Text("·".center(width) if width > 1 else "·", style="dim")
     level = math.sqrt(min(max(weight, 0.0), 1.0))
     figure = f"{weight:.2f}".removeprefix("0") if width == 4 else ""
-    if console.color_system is None:
+    if console.color_system is None or console.no_color:
         shade = _SHADES[min(len(_SHADES) - 1, round(level * (len(_SHADES) - 1)))]
         return Text(f"{figure:>3}{shade}" if figure else shade * width)
     back = "#" + "".join(

@@ -15,7 +15,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from depthroute.methods import BASELINE
@@ -29,10 +29,15 @@ def number_of(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def _description() -> TextColumn:
+    """Names take more lines where they are long, and figures beside them stay whole."""
+    return TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+
+
 def progress_bar(console: Console) -> Progress:
     """One line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        _description(),
         BarColumn(bar_width=10),
         TaskProgressColumn(),
         TextColumn("loss {task.fields[loss]} {task.fields[rate]} tokens/s left", markup=False),
@@ -44,7 +49,7 @@ def progress_bar(console: Console) -> Progress:
 def training_bar(console: Console) -> Progress:
     """Loss, rate, memory and time left in one line of at most 80 columns."""
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        _description(),
         BarColumn(bar_width=10),
         TextColumn("{task.completed:,.0f}/{task.total:,.0f}", markup=False),
         TextColumn("{task.fields[status]}", markup=False),
@@ -64,7 +69,7 @@ def measuring_bar(console: Console) -> Progress:
     """What is being done, for how long, and the time left where that is known; gone when it is
     done, since the result says it all."""
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        _description(),
         BarColumn(bar_width=10),
         TimeElapsedColumn(),
         _TimeLeft(),
