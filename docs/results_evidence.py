@@ -148,7 +148,7 @@ def in_short() -> str:
     for field in (field for grid in plan()["grid"] for field in fields(grid)):
         if BASELINE not in field.series or is_finetuned(field):
             continue
-        found = {"better": [], "worse": [], "open": []}
+        found, named = {"better": [], "worse": [], "open": []}, [BASELINE]
         for method in field.series:
             lost = field.series[method]["row"]["diverged"] or method == BASELINE
             result = None if lost else difference(field, method, BASELINE)
@@ -157,15 +157,16 @@ def in_short() -> str:
             low, high = result["interval"]
             kind = "better" if high < 0 else "worse" if low > 0 else "open"
             found[kind].append((result["mean"], f"{method} ({result['mean']:+.3f})"))
-        if not any(found.values()):  # no method has seeds enough yet
+            named.append(method)
+        if len(named) == 1:  # no method has seeds enough yet
             continue
         said = {
             kind: ", ".join(words for _, words in sorted(methods))
             for kind, methods in found.items()
         }
-        tuned = ", each method at its own best learning rate" if _all_tuned(field) else ""
         page = f"[grid {field.grid}](docs/evidence.md#grid-{field.grid})"
-        text = f"**At {field.words}**{tuned} ({page}), in nats against "
+        told = replace(field, series={method: field.series[method] for method in named})
+        text = f"**At {told.words}**{_tuning(told)} ({page}), in nats against "
         text += f"standard: better by 95% intervals are {said['better'] or 'none'}; "
         text += f"worse {said['worse']}; " if said["worse"] else ""
         text += f"not told apart from it are {said['open'] or 'none'}."
@@ -173,12 +174,19 @@ def in_short() -> str:
     return "\n".join(parts)
 
 
-def _all_tuned(field: Field) -> bool:
-    """Whether every method has the learning rate that was best for it, inside of what was tried."""
-    names = {(run["config"].get("sweep") or {}).get("name") for run in _runs(field)}
-    tuned = swept_of(field)
-    is_inside = all(m in tuned and tuned[m]["points"] for m in field.series)
-    return "lr" in names and names <= {"lr", None} and is_inside
+def _tuning(field: Field) -> str:
+    """Which methods have the learning rate that was best for them, inside of what was tried."""
+    runs = load(plan()["grid"][field.grid]["data"])["runs"]
+    sweeps = {m: runs[s["run"]]["config"].get("sweep") or {} for m, s in field.series.items()}
+    others = [
+        method
+        for method, sweep in sweeps.items()
+        if sweep.get("name") != "lr" or not sweep["methods"][method]["points"]
+    ]
+    if len(others) == len(sweeps):
+        return ""
+    but = f" except {' and '.join(others)}" if others else ""
+    return f", each method at its own best learning rate{but}"
 
 
 def _runs(field: Field) -> list[dict[str, Any]]:
