@@ -211,14 +211,6 @@ print(torch.cuda.is_initialized())
     assert out.split() == ["[]", "False"]
 
 
-def test_the_examples_in_the_methods_page_run():
-    page = (TESTS.parent / "docs" / "methods.md").read_text()
-    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) >= 2
-    for example in examples:
-        exec(compile(example, "docs/methods.md", "exec"), {})
-
-
 def imported_modules(path: Path) -> set[str]:
     """Modules of the package that a file imports, inside functions too, but for type checks."""
     tree, names = ast.parse(path.read_text()), set()
