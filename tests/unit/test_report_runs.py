@@ -354,6 +354,10 @@ def test_the_first_sentence_does_not_hide_divergence_other_data_or_an_unfinished
     apart = [write_run(tmp_path / m, (m,)) for m in ("standard", "delta")]
     data, _, _ = report(tmp_path, *apart)
     assert "They are of different runs, so how much of it is chance is not known." in finding(data)
+    assert "went on" not in finding(data)
+    longer = write_run(tmp_path / "longer", ("x0-skip",), steps=300)
+    data, _, _ = report(tmp_path, *apart, longer)
+    assert "That is at step 40, the last that all have; longer went on." in finding(data)
     (cut / "metrics.jsonl").write_text("")
     data, _, _ = report(tmp_path, cut)
     assert finding(data).startswith("No method has a validation loss yet.")

@@ -20,6 +20,7 @@ def finding(data: dict[str, Any]) -> str:
     groups = {s["group"]: [t for t in known if t["group"] == s["group"]] for s in known}
     chosen = list(groups.values())[-1] if data.get("ladder") else max(groups.values(), key=len)
     parts = [_alone(data, chosen[0]) if len(chosen) == 1 else _best(data, chosen)]
+    parts += _went_on(data, chosen)
     if len(groups) > 1 and not data.get("ladder"):
         parts.append("Other runs are of other data, tokens or steps and are not compared with it.")
     return " ".join([*parts, *_doubts(data, series)])
@@ -81,6 +82,19 @@ def _doubts(data: dict[str, Any], series: list[dict[str, Any]]) -> list[str]:
         which = "The run is" if len(data["runs"]) == 1 else f"{', '.join(open_ended)}:"
         words.append(f"{which} not finished, so this may change.")
     return words
+
+
+def _went_on(data: dict[str, Any], group: list[dict[str, Any]]) -> list[str]:
+    """Runs of other lengths are compared before the longer ones end."""
+    runs = {s["run"]: data["runs"][s["run"]] for s in group}
+    step = group[0]["step"]
+    longer = [
+        run["name"]
+        for run in runs.values()
+        if run["summary"]["equal"] != "time" and run["summary"]["steps"] > step
+    ]
+    words = f"That is at step {step:,}, the last that all have; {', '.join(longer)} went on."
+    return [words] if longer else []
 
 
 def _loss(series: dict[str, Any]) -> float:
