@@ -24,10 +24,11 @@ def test_every_python_block_runs_alone(name):
     exec(compile(BLOCKS[name], name, "exec"), {})
 
 
-def test_the_tutorial_quotes_why_a_conversion_is_an_identity_as_it_is_printed():
+@pytest.mark.parametrize("page", ["conversion.md", "tutorial-finetune.md"])
+def test_why_a_conversion_is_an_identity_is_quoted_as_it_is_printed(page):
     plan = RoutingConfig("delta", num_blocks=4).resolve(30, converting=True)
-    page = (ROOT / "docs" / "tutorial-finetune.md").read_text()
-    assert f"init: {plan.init} ({plan.init_reason})" in " ".join(page.split())
+    text = " ".join((ROOT / "docs" / page).read_text().split())
+    assert f"init: {plan.init} ({plan.init_reason})" in text
 
 
 def test_the_readme_is_short_and_its_links_exist():
