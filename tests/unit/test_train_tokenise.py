@@ -1,6 +1,7 @@
 """Tokens on disk: nothing lost, nothing twice, the same however many processes made them."""
 
 import json
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +72,17 @@ def test_processes_give_the_tokens_of_one_process(tmp_path, corpus, monkeypatch)
     vocabulary = choose_vocabulary("train:300", corpus, tmp_path)
     one, two = (prepare(corpus, vocabulary, cache=tmp_path / str(n), workers=n) for n in (1, 2))
     assert read_index(one) == read_index(two)
+
+
+def end_at_once(texts):
+    os._exit(9)
+
+
+def test_a_process_that_is_killed_is_one_error_and_leaves_no_tokens(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("depthroute.data.tokenise._work", end_at_once)
+    with pytest.raises(DataError, match=r"one of --workers 2 that tokenise has ended.*use fewer"):
+        prepare(corpus, as_bytes(), cache=tmp_path / "cache", workers=2)
+    assert not [*(tmp_path / "cache").rglob("index.json")]
 
 
 def test_prepared_tokens_are_found_again_and_reported_on(tmp_path, corpus):

@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -303,7 +304,7 @@ def _encoded(corpus: Corpus, vocabulary: Vocabulary, workers: int) -> Iterator[_
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     arguments = (vocabulary.definition, vocabulary.dtype.str)
-    with ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
+    with _whole(workers), ProcessPoolExecutor(workers, context, _start_worker, arguments) as pool:
         waiting: deque[tuple[Future[Any], list[int]]] = deque()
         for texts, places in batches:
             waiting.append((pool.submit(_work, texts), places))
@@ -312,6 +313,17 @@ def _encoded(corpus: Corpus, vocabulary: Vocabulary, workers: int) -> Iterator[_
                 yield from _joined(encoding.result(), reached)
         for encoding, reached in waiting:
             yield from _joined(encoding.result(), reached)
+
+
+@contextlib.contextmanager
+def _whole(workers: int) -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of --workers {workers} that tokenise has ended, as the system ends a process "
+            "where memory is short; use fewer"
+        ) from error
 
 
 def _batched(located: Iterator[tuple[str, int]]) -> Iterator[tuple[list[str], list[int]]]:
