@@ -97,6 +97,12 @@ def test_a_ladder_prints_every_size_and_the_law(depthroute, tmp_path, book):
         assert (status, err.count("\n")) == (2, 1) and "must be a finite number greater than" in err
     status, _, err = depthroute("compare", "--tokens-per-parameter", "2")
     assert (status, err.count("\n")) == (2, 1) and "add --ladder" in err
+    arguments[arguments.index("--methods") + 1] = "standard,delta:num_blocks=3"
+    arguments[-1] += "-2"
+    status, _, err = depthroute(*arguments)
+    assert (status, err.count("\n")) == (2, 1)
+    assert err.startswith("error: --ladder num_hidden_layers=1: ") and "num_blocks=3 is" in err
+    assert not (tmp_path / "run-2").exists()
 
 
 def test_a_sweep_whose_best_value_is_at_an_end_says_which_to_add(depthroute, tmp_path, book):

@@ -203,6 +203,9 @@ def test_a_step_is_counted_in_flops_and_set_beside_the_peak_of_the_device(depthr
     for row in json.loads(out)["rows"]:
         assert row["mfu"] == pytest.approx(row["tflops"] / 0.5)
     assert err.count("of the peak") == 2
+    for peak in ("inf", "nan", "0"):
+        status, _, err = depthroute(*arguments, "--peak-tflops", peak)
+        assert (status, err.count("\n")) == (2, 1) and "--peak-tflops=" in err
 
 
 def test_progress_is_lines_in_a_file_and_a_bar_on_a_terminal(depthroute, monkeypatch):

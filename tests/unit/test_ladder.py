@@ -103,7 +103,7 @@ RUNGS = "num_hidden_layers=1,num_hidden_layers=2:intermediate_size=64"
 def climb(path, *, resume=False, steps=2, sizes=RUNGS, clip=1.0, **watch):
     rungs = climbing.parse(sizes, SMALL, {})
 
-    def prepare(rung):
+    def sweep(rung):
         steps_ = steps * len(rung.shape)
         settings = replace(SETTINGS, steps=steps_, warmup_steps=0, lr=0.05, clip=clip)
         preset = presets.with_model(SMALL, rung.shape)
@@ -112,8 +112,9 @@ def climb(path, *, resume=False, steps=2, sizes=RUNGS, clip=1.0, **watch):
             Comparison(preset, methods, (0, 1), settings, words(), torch.device("cpu"))
         )
 
+    sweeps = climbing.prepare(rungs, sweep)
     run, _ = open_run(path, resume=resume)
-    return climbing.run_ladder(rungs, prepare, run, Runner(watch=Watch(**watch)), 20.0)
+    return climbing.run_ladder(rungs, sweeps, run, Runner(watch=Watch(**watch)), 20.0)
 
 
 @pytest.fixture(scope="module")

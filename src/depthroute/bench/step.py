@@ -14,6 +14,7 @@ import torch._dynamo.config as dynamo_config
 from depthroute import ops, presets
 from depthroute.bench import accuracy, flops, timing, turns
 from depthroute.bench.record import Record
+from depthroute.checks import check_number
 from depthroute.config import Method, RoutingConfig, parse_methods
 from depthroute.data.batches import Batch
 from depthroute.errors import ConfigError
@@ -52,6 +53,9 @@ class Settings:
     optimizer: str = OPTIMIZERS[0]
     peak_tflops: float | None = None
     """Of the device at this dtype; None where it is not known."""
+
+    def __post_init__(self) -> None:
+        check_number("--peak-tflops", self.peak_tflops, above=0.0, optional=True)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

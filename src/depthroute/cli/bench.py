@@ -192,7 +192,7 @@ class StepOptions:
     ] = None
     peak_tflops: Annotated[
         float | None,
-        typer.Option(min=1e-3, help="Of the device; left out, of GPUs known by name in bf16."),
+        typer.Option(help="Of the device; left out, of GPUs known by name in bf16."),
     ] = None
 
 
@@ -249,7 +249,9 @@ class ModelOptions:
             whole=options.whole,
             device=str(where),
             dtype=dtype,
-            peak_tflops=options.peak_tflops or flops.peak_of(where, dtype),
+            peak_tflops=flops.peak_of(where, dtype)
+            if options.peak_tflops is None
+            else options.peak_tflops,
         )
 
 

@@ -42,7 +42,7 @@ def run_ladder(
     size = from_preset(chosen, changes).tokens_per_step
     tokens: list[Any] = [source]
 
-    def prepare(rung: climbing.Rung) -> Any:
+    def sweep(rung: climbing.Rung) -> Any:
         steps = max(1, round(options.tokens_per_parameter * rung.parameters / size))
         mine = changes | {"steps": steps}
         comparison = make(rung.shape, mine, tokens[0])
@@ -50,10 +50,11 @@ def run_ladder(
             tokens[0] = TextSource(f"{PREPARED}{comparison.tokens}")
         return _prepared(comparison, options, mine)
 
+    sweeps = climbing.prepare(rungs, sweep)
     run, _ = begin()
     with closing(run), _runner(options.jobs) as runner:
         per = options.tokens_per_parameter
-        return run, climbing.run_ladder(rungs, prepare, run, runner, per)
+        return run, climbing.run_ladder(rungs, sweeps, run, runner, per)
 
 
 def _prepared(comparison: Any, options: SweepOptions, changes: dict[str, Any]) -> Any:

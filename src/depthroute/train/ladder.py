@@ -110,15 +110,25 @@ def num_flops(model: dict[str, Any], parameters: int, tokens: int) -> float:
     return 6.0 * (parameters + head) * tokens
 
 
+def prepare(rungs: list[Rung], make: Callable[[Rung], Sweep]) -> dict[str, Sweep]:
+    """One of every size, smallest first, before any is begun."""
+    sweeps = {}
+    for rung in sorted(rungs, key=lambda r: r.parameters):
+        try:
+            sweeps[rung.name] = make(rung)
+        except ConfigError as error:
+            raise ConfigError(f"--ladder {rung.name}: {error}") from error
+    return sweeps
+
+
 def run_ladder(
     rungs: list[Rung],
-    prepare: Callable[[Rung], Sweep],
+    sweeps: dict[str, Sweep],
     run: RunDirectory,
     runner: Runner,
     tokens_per_parameter: float,
 ) -> dict[str, Any]:
-    """All sizes, smallest first, each announced before any begins; the summary of the whole."""
-    sweeps = {rung.name: prepare(rung) for rung in sorted(rungs, key=lambda r: r.parameters)}
+    """Every size is announced before any begins; the summary of the whole."""
     config = _config(rungs, sweeps, tokens_per_parameter)
     if (run.path / "config.json").is_file():
         _refuse_another(run, config)
