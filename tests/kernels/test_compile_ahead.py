@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -210,8 +211,11 @@ def test_threads_are_as_many_as_cores_allow(monkeypatch):
 
 def test_a_launch_waits_for_its_kernel_only_if_it_is_being_compiled(caplog):
     pool, order = ahead.Pool(1, None), []
+    begun, others_are_known = threading.Event(), threading.Event()
 
     def slow():
+        begun.set()
+        assert others_are_known.wait(60)
         time.sleep(0.3)
         order.append("slow")
 
@@ -220,9 +224,9 @@ def test_a_launch_waits_for_its_kernel_only_if_it_is_being_compiled(caplog):
 
     running = pool.submit("a", slow)
     waiting, failing = pool.submit("b", lambda: order.append("never")), pool.submit("c", fails)
-    while not running.running():
-        time.sleep(0.01)
+    assert begun.wait(60)
     assert ahead.settled(waiting) == ahead.settled(waiting) == 0.0 and order == []
+    others_are_known.set()
     assert ahead.settled(running) >= 0.3 and order == ["slow"]
     with caplog.at_level(logging.DEBUG, "depthroute"):
         failing.result()

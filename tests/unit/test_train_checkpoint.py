@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,9 @@ def usual_ctrl_c():
 
 @pytest.mark.usefixtures("usual_ctrl_c")
 def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not(monkeypatch):
+    seconds = iter([0.0, 9.0, 20.0, 20.5, 21.5])
+    clock = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr("depthroute.train.interrupt.time", clock)
     with stop_signals(is_alone=False) as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
@@ -121,7 +125,6 @@ def test_a_second_signal_ends_a_lone_process_at_once_and_one_of_several_not(monk
     with stop_signals() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # `timeout` sends it twice, at once
-        monkeypatch.setattr("depthroute.train.interrupt.ONE_REQUEST", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert stop.signal == signal.SIGINT
@@ -271,14 +274,15 @@ def test_a_save_waits_for_the_one_before(tmp_path, held_write):
 
 def test_a_write_that_fails_in_the_background_ends_the_run_between_two_steps(tmp_path, small_files):
     def fill(progress):
-        time.sleep(0.05)  # so that a write has ended before the next is due
+        if run.checkpoints.writing is not None:  # it has ended, and how is heard between steps
+            futures.wait([run.checkpoints.writing.future])
         if progress.result.step == 6:
             small_files(10_000)
 
     run = fit(tmp_path / "run", replace(LONG, save_every=5, validate_every=50), on_step=fill)
     with pytest.raises(CheckpointError, match=r"cannot write .*00010: .*last good.*00005"):
         run()
-    assert 10 < run.trainer.completed < 15
+    assert run.trainer.completed == 11
     assert steps(run.checkpoints) == [5]
 
 
