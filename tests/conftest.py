@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 settings.register_profile(
     "depthroute",
@@ -18,6 +19,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("depthroute")
+# else it draws constants of whatever modules are loaded too: other examples after other tests
+providers._get_local_constants = lambda: providers._local_constants
 
 torch.set_num_threads(1)  # workers share the cores, and forks have no other threads
 # a pool of compiling processes costs more to start than the few small kernels here to compile

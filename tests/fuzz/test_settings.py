@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -149,3 +151,24 @@ def test_many_training_settings(values):
 @given(models, families)
 def test_many_models(values, family):
     check_model(values, family)
+
+
+def test_examples_are_the_same_whatever_was_loaded_before(tmp_path, monkeypatch):
+    """Workers run tests in an order that nobody knows, and some load modules."""
+    seen: list[str] = []
+
+    @settings(max_examples=300)
+    @given(st.text())
+    def see(text):
+        seen.append(text)
+
+    see()
+    before = seen.copy()
+    place = tmp_path / "constants.py"
+    place.write_text(f"WORDS = {[f'{number}' * 5 for number in range(100)]}")
+    spec = importlib.util.spec_from_file_location("constants", place)
+    assert spec is not None
+    monkeypatch.setitem(sys.modules, "constants", importlib.util.module_from_spec(spec))
+    seen.clear()
+    see()
+    assert seen == before
