@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -15,6 +17,12 @@ from pathlib import Path
 from typing import IO
 
 import torch
+
+from depthroute.runs.directory import RunDirectory
+
+
+PATIENCE = 600.0
+"""Seconds after which a process hangs, on however slow a machine."""
 
 
 class Forked:
@@ -63,7 +71,7 @@ class Forked:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def communicate(self, timeout: float = 60) -> tuple[str, str]:
+    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
         """What it printed and what it said of errors, once it has ended."""
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -80,18 +88,40 @@ def _read_and_close(stream: IO[str]) -> str:
         return stream.read()
 
 
-def forked_command(*arguments: object) -> Forked:
-    """``depthroute`` with these arguments."""
-    return forked_python("-m", "depthroute", *map(str, arguments))
+def signal_oneself(number: int, records: int, seconds: float = 0.0) -> None:
+    """In a fork: the signal comes when so many records of runs have been written from now on, or
+    ``seconds`` later. Whoever waits for them outside may wake up when all is over."""
+    append, left = RunDirectory.append, itertools.count(records - 1, -1)
+
+    def counted(run: RunDirectory, record: dict[str, object]) -> None:
+        append(run, record)
+        if not next(left):
+            if seconds:
+                threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+            else:
+                os.kill(os.getpid(), number)
+
+    RunDirectory.append = counted
 
 
-def forked_python(*command: str, folder: Path | None = None, **environment: str) -> Forked:
+def forked_command(*arguments: object, first: Callable[[], object] = lambda: None) -> Forked:
+    """``depthroute`` with these arguments, in a process that calls ``first`` before."""
+    return forked_python("-m", "depthroute", *map(str, arguments), first=first)
+
+
+def forked_python(
+    *command: str,
+    folder: Path | None = None,
+    first: Callable[[], object] = lambda: None,
+    **environment: str,
+) -> Forked:
     """``python -m MODULE ...`` or ``python FILE ...``."""
 
     def run() -> None:
         os.environ.update(environment)
         if folder is not None:
             os.chdir(folder)
+        first()
         if command[0] == "-m":
             sys.argv = [command[1], *command[2:]]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)

@@ -9,11 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from tests.processes import forked_command
+from tests.processes import forked_command, signal_oneself
 from tests.support import llama_config
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -117,18 +116,15 @@ def test_a_finished_run_whose_model_or_summary_is_lost_writes_it_again(depthrout
         assert json.loads((out / "summary.json").read_text()) == json.loads(printed)
 
 
-def wait_for_steps(process, out, steps):
-    """Until it has recorded more steps than there were: a resumed run starts from a full file."""
-    metrics = out / "metrics.jsonl"
-
-    def recorded():
-        return metrics.read_text().count('"step"') if metrics.exists() else 0
-
-    deadline, enough = time.monotonic() + 60, recorded() + steps
-    while recorded() < enough:
-        assert process.poll() is None, process.stderr
-        assert time.monotonic() < deadline, "no steps were taken"
-        time.sleep(0.005)
+def signalled(number, records, *arguments, seconds=0.0):
+    """A command that gets the signal on the way; what it said of errors."""
+    process = forked_command(
+        *arguments, first=lambda: signal_oneself(number, records, seconds=seconds)
+    )
+    err = process.communicate()[1]
+    ends = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 128 + signal.SIGTERM}
+    assert process.returncode == ends[number], err
+    return err
 
 
 def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
@@ -136,17 +132,8 @@ def test_a_killed_run_resumes_on_the_same_curve(depthroute, tmp_path, texts):
     arguments = ["--data", texts, *SMALL, "--steps", 250, "--set", "save_every=7"]
     arguments += ["--set", "validate_every=50"]
     cut = [*arguments, "--out", tmp_path / "cut", "--resume", "auto"]
-    process = forked_command("train", *cut)
-    wait_for_steps(process, tmp_path / "cut", 20)
-    time.sleep(random.random() / 10)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    process = forked_command("train", *cut)
-    wait_for_steps(process, tmp_path / "cut", 20)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 143, err
+    signalled(signal.SIGKILL, 20, "train", *cut, seconds=random.random() / 10)
+    err = signalled(signal.SIGTERM, 20, "train", *cut)
     command = err.partition("saved; resume with:\n  depthroute ")[2].splitlines()[0]
     assert command.startswith("train --config ") and command.endswith(" --resume auto")
     status, _, err = depthroute(*shlex.split(command))
@@ -323,13 +310,9 @@ def test_compare_reads_what_train_reads(depthroute, tmp_path, texts):
 
 def test_an_interrupted_comparison_prints_the_command_that_goes_on(tmp_path, texts, depthroute):
     out = tmp_path / "run"
-    options = ["--methods", "standard,delta", "--seeds", 1, "--steps", 120, *SMALL]
+    options = ["--methods", "standard,delta", "--seeds", 1, "--steps", 40, *SMALL]
     options += ["--data", texts, "--set", "validate_every=5"]
-    process = forked_command("compare", *options, "--out", out)
-    wait_for_steps(process, out, 12)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, err
+    err = signalled(signal.SIGTERM, 12, "compare", *options, "--out", out)
     assert f"--out {out} --resume auto" in err
     status, _, err = depthroute(*shlex.split(err.partition("  depthroute ")[2].splitlines()[0]))
     assert status == 0, err
@@ -344,7 +327,7 @@ def test_commands_say_nothing_but_their_own_words(tmp_path, base):
     process = forked_command(
         "convert", "--base", base, "--method", "delta", "--out", tmp_path / "routed"
     )
-    out, err = process.communicate(timeout=600)
+    out, err = process.communicate()
     assert process.returncode == 0 and err == "" and "identity over" in out
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.processes import Forked
+from tests.processes import Forked, signal_oneself
 from tests.training import SMALL, words
 
 from depthroute import presets
@@ -557,15 +557,15 @@ def test_a_process_whose_parent_was_killed_saves_and_stops(tmp_path, monkeypatch
     assert layout.final_loss(tmp_path / "run") is not None
 
 
-def killed(root, lines):
-    """A sweep in a process that is ended with ``kill -9``, once the records of its runs have so
-    many lines."""
-    process = Forked(lambda: run_again(root))
-    while process.poll() is None:
-        metrics = root.glob("runs/*/*/*/metrics.jsonl")
-        if sum(path.read_bytes().count(b"\n") for path in metrics) >= lines:
-            process.kill()
-        time.sleep(0.001)
+def killed(root, records):
+    """A sweep in a process that is ended with ``kill -9`` after so many records."""
+
+    def run_and_die():
+        signal_oneself(signal.SIGKILL, records)
+        run_again(root)
+
+    process = Forked(run_and_die)
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
 
 
@@ -576,10 +576,10 @@ def run_again(root):
 def test_killed_twice_with_kill_9_a_sweep_comes_to_the_same_result(tmp_path, finished):
     path, summary, _ = finished
     cut = tmp_path / "run"
-    killed(cut, 20)  # while values are tried
-    assert not any("seed-0" in part for part in parts(cut))
-    killed(cut, 47)  # among the reported runs
-    assert any("seed-0" in part for part in parts(cut))
+    killed(cut, 30)  # while values are tried
+    assert len(parts(cut)) == 4 and not any("seed-0" in part for part in parts(cut))
+    killed(cut, 30)  # among the reported runs
+    assert any("seed-0" in part for part in parts(cut)) and len(parts(cut)) < 10
     found = run_again(cut)
     assert untimed(found) == untimed(summary)
     assert timeless(cut) == timeless(path)
