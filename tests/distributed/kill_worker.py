@@ -3,17 +3,18 @@
 python -m tests.distributed.kill_worker FOLDER '{"ranks": 2, "options": ["--pp", "2"], ...}'
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from depthroute import cli
+from depthroute import cli, files
 from depthroute.diagnostics import look  # noqa: F401  imported once for all ranks
-from depthroute.files import is_unfinished
 from depthroute.models import model  # noqa: F401
 from depthroute.train import launch  # noqa: F401
 from tests.distributed.ranks import fork_ranks, forked_statuses
@@ -33,28 +34,35 @@ def words(steps, out, *options):
     return command + [word for setting in SETTINGS for word in ("--set", setting)]
 
 
-def train(folder, command):
+def train(folder, command, dying=None, writes=0):
     os.chdir(folder)
     sys.argv = command
+    if os.environ["RANK"] == str(dying):
+        die_in_a_write(folder, writes)
     cli.main()
 
 
-def start(folder, command, ranks):
-    return fork_ranks(train, folder, command, folder=folder, ranks=ranks)
+def start(folder, command, ranks, **death):
+    return fork_ranks(partial(train, **death), folder, command, folder=folder, ranks=ranks)
+
+
+def die_in_a_write(folder, number):
+    """Of a checkpoint, the ``number``-th from here, with a part of this rank's file on the disk."""
+    create, left = files.create, itertools.count(number - 1, -1)
+
+    def half(path, pieces):
+        if next(left):
+            return create(path, pieces)
+        create(path, list(pieces)[:1])
+        (folder / "half").write_text(path.parent.name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    files.create = half
 
 
 def lines(folder):
     path = folder / "run" / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def being_written(folder):
-    """A checkpoint that has its files, or some of them, and not yet its name."""
-    try:
-        names = os.listdir(folder / "run" / "checkpoints")
-    except FileNotFoundError:
-        return None
-    return next((name for name in names if is_unfinished(name) and "step_" in name), None)
 
 
 def until(condition):
@@ -72,38 +80,29 @@ def kill_at_random(folder, victim, draw):
     os.kill(victim, signal.SIGKILL)
 
 
-def kill_in_a_write(folder, victim, draw):
-    """Stopped first: if the checkpoint is then still without its name, it will never have one."""
-    target = lines(folder) + draw.randint(2, 8)
-    until(lambda: lines(folder) >= target)
-    while True:
-        name = until(lambda: being_written(folder))
-        os.kill(victim, signal.SIGSTOP)
-        time.sleep(0.2)  # what the others can do without it, they have done
-        if being_written(folder) == name:
-            os.kill(victim, signal.SIGKILL)
-            return
-        os.kill(victim, signal.SIGCONT)
-
-
-def killed(folder, command, ranks, kill, draw):
+def killed(folder, command, ranks, kind, draw):
     """How a start ended in which one rank was killed."""
-    numbers, victim = start(folder, command, ranks), draw.randrange(ranks)
-    kill(folder, numbers[victim], draw)
+    victim, half = draw.randrange(ranks), folder / "half"
+    half.unlink(missing_ok=True)
+    if kind == "write":
+        numbers = start(folder, command, ranks, dying=victim, writes=draw.randint(1, 3))
+        until(half.exists)
+    else:
+        numbers = start(folder, command, ranks)
+        kill_at_random(folder, numbers[victim], draw)
     started = time.monotonic()
-    half = being_written(folder)
     statuses = forked_statuses(numbers)
     logs = [(folder / f"rank_{rank}.log").read_text() for rank in range(ranks)]
     said = [
         [line for line in log.splitlines() if "rror" in line or "Traceback" in line] for log in logs
     ]
     return {
-        "kill": kill.__name__,
+        "kind": kind,
         "victim": victim,
         "statuses": statuses,
         "said": said,
         "seconds": time.monotonic() - started,
-        "half": half,
+        "half": half.read_text() if half.exists() else None,
         "kept": sorted(p.name for p in (folder / "run" / "checkpoints").glob("step_*")),
     }
 
@@ -114,9 +113,8 @@ def main(folder, ranks, options, steps, kills, last=None, seed=0):
     draw = random.Random(seed)
     whole = start(folder, words(steps, "straight", *options), ranks)
     assert set(forked_statuses(whole)) == {0}, (folder / "rank_0.log").read_text()
-    kinds = {"random": kill_at_random, "write": kill_in_a_write}
     command = words(steps, "run", *options)
-    seen = [killed(folder, command, ranks, kinds[kind], draw) for kind in kills]
+    seen = [killed(folder, command, ranks, kind, draw) for kind in kills]
     last_ranks, last_options = last or (ranks, options)
     numbers = start(folder, words(steps, "run", *last_options), last_ranks)
     assert set(forked_statuses(numbers)) == {0}, (folder / "rank_0.log").read_text()

@@ -78,8 +78,8 @@ def kill(folder, **options):
             else:
                 assert status == 2 and len(said) == 1 and LINE.fullmatch(said[0]), start
         assert start["seconds"] < 60
-        if start["kill"] == "kill_in_a_write":
-            assert start["half"] and start["half"][1:14] not in start["kept"]
+        if start["kind"] == "write":
+            assert start["half"][1:14] not in start["kept"]
     return seen
 
 
