@@ -66,6 +66,15 @@ def page(request, browser, tmp_path_factory):
     opened.close()
 
 
+def until(page, is_so):
+    """For whatever the page or the browser takes its time."""
+    for _ in range(600):
+        if is_so():
+            return
+        page.wait_for_timeout(50)
+    pytest.fail("it did not come about")
+
+
 def point_at(page, svg, x, y):
     """Move the pointer to a place given in the drawing's own coordinates."""
     page.locator(svg).scroll_into_view_if_needed()
@@ -159,11 +168,10 @@ def test_pointing_at_the_legend_picks_a_method_out(page):
     page.mouse.move(2, 2)
     page.locator("#curves").scroll_into_view_if_needed()
     page.locator("#curves .key").nth(1).hover()
-    page.wait_for_timeout(300)  # it fades
-    assert opacity(1) == 1 and opacity(0) < 0.2
+    until(page, lambda: opacity(0) < 0.2)  # it fades
+    assert opacity(1) == 1
     page.mouse.move(2, 2)
-    page.wait_for_timeout(300)
-    assert opacity(0) == 1
+    until(page, lambda: opacity(0) == 1)
 
 
 def test_no_labels_of_an_axis_touch(page):
@@ -325,12 +333,10 @@ def test_the_policy_is_enforced_whatever_gets_into_the_page(browser, tmp_path):
     page.on("requestfailed", lambda request: stopped.update({request.url: request.failure}))
     page.goto(f"file://{tmp_path / 'report.html'}")
     page.locator("#handler").click()
-    page.wait_for_timeout(200)
+    until(page, lambda: stopped and sum("Content Security Policy" in text for text in problems) >= 6)
     assert page.evaluate("window.injected") is None
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert stopped["https://example.com/x.png"] == "csp"
-    refused = [text for text in problems if "Content Security Policy" in text]
-    assert len(refused) >= 6
     assert page.locator("#curves .key").count() == 2  # and the page itself still works
     page.locator("#curves .key").nth(0).click()
     assert page.locator("#curves .key.off").count() == 1

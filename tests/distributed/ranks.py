@@ -3,23 +3,28 @@
 import fcntl
 import json
 import os
+import secrets
 import socket
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import distributed
 
-from tests.processes import forked_python
+from tests.processes import PATIENCE, forked_python
 
 ROOT = Path(__file__).parents[2]
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below those that the system gives to whoever asks for any, so that none of them takes it
+    before the ranks do."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @contextmanager
@@ -74,7 +79,7 @@ def forked_statuses(numbers):
     return [os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) for number in numbers]
 
 
-def wait(processes, timeout=300):
+def wait(processes, timeout=PATIENCE):
     """How each ended, and what they said."""
     try:
         logs = "\n".join(text for p in processes for text in p.communicate(timeout))
@@ -84,7 +89,7 @@ def wait(processes, timeout=300):
     return [process.returncode for process in processes], logs
 
 
-def seen_by_ranks(tmp_path_factory, name, module, ranks=2, timeout=300):
+def seen_by_ranks(tmp_path_factory, name, module, ranks=2, timeout=PATIENCE):
     """What each rank of ``module`` wrote; one start for all cases and all test workers, as
     starting takes longest."""
     base = tmp_path_factory.getbasetemp()
