@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from tests.processes import forked_command
+from tests.processes import PATIENCE, forked_command
 
 from depthroute.cli import app
 
@@ -133,12 +133,12 @@ def test_an_interrupt_says_so_and_keeps_what_was_finished(tmp_path, book):
     arguments += ["--data", book, "--out", str(tmp_path / "run")]
     process = forked_command("compare", *arguments)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not (metrics.exists() and metrics.read_text().count('"validation"') >= 6):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate()
     assert process.returncode == 130, stderr
     assert "interrupted" in stderr and "Traceback" not in stderr
     assert "Validation loss" in stdout

@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.checkpoints import TEXT, save
 from tests.formats import as_format_1
-from tests.processes import forked_command
+from tests.processes import PATIENCE, forked_command
 from tests.runs import write_run
 
 from depthroute import cli
@@ -32,12 +32,11 @@ def train(tmp_path, monkeypatch):
 
 
 def wait_for(path, process):
-    for _ in range(1200):
-        if path.exists() and path.stat().st_size:
-            return
+    deadline = time.monotonic() + PATIENCE
+    while not (path.exists() and path.stat().st_size):
         assert process.poll() is None, process.stderr
+        assert time.monotonic() < deadline, f"{path} was never written"
         time.sleep(0.05)
-    pytest.fail(f"{path} was never written")
 
 
 def test_a_second_process_is_told_of_the_first_and_does_not_disturb_it(tmp_path, depthroute, train):

@@ -176,27 +176,28 @@ def test_a_lock_is_one_process_s_until_it_ends_and_a_fork_does_not_hold_it(tmp_p
         from pathlib import Path
         from depthroute import files
         held = files.lock(Path({str(path)!r}))
-        if os.fork() == 0:
-            time.sleep(5)  # outlives its parent, and must not hold the lock for it
-        print(os.getpid(), flush=True)
-        time.sleep(30)
+        child = os.fork()
+        if child:
+            print(os.getpid(), child, flush=True)
+        time.sleep(600)  # the child outlives its parent, and must not hold the lock for it
     """)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process.stdout:
-        number = process.stdout.readline().strip()
+        number, child = process.stdout.readline().split()
         with pytest.raises(BlockingIOError, match=f"process {number} is writing there"):
             files.lock(path)
         os.kill(int(number), signal.SIGKILL)
         process.wait()
     assert path.exists()  # stale
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     held = None
     while held is None and time.monotonic() < deadline:
         try:
             held = files.lock(path)
         except BlockingIOError:
             time.sleep(0.05)
+    os.kill(int(child), signal.SIGKILL)
     assert held is not None and held.is_held
     held.release()
     assert not path.exists()
