@@ -20,7 +20,6 @@ import torch
 
 from depthroute.runs.directory import RunDirectory
 
-
 PATIENCE = 600.0
 """Seconds after which a process hangs, on however slow a machine."""
 

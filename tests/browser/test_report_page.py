@@ -333,7 +333,9 @@ def test_the_policy_is_enforced_whatever_gets_into_the_page(browser, tmp_path):
     page.on("requestfailed", lambda request: stopped.update({request.url: request.failure}))
     page.goto(f"file://{tmp_path / 'report.html'}")
     page.locator("#handler").click()
-    until(page, lambda: stopped and sum("Content Security Policy" in text for text in problems) >= 6)
+    until(
+        page, lambda: stopped and sum("Content Security Policy" in text for text in problems) >= 6
+    )
     assert page.evaluate("window.injected") is None
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert stopped["https://example.com/x.png"] == "csp"
