@@ -26,6 +26,7 @@ from tests.kernels.cases import (
     SinkhornCase,
     StaticCase,
 )
+from tests.processes import PATIENCE
 
 pytest.importorskip("triton")
 
@@ -42,7 +43,9 @@ def test_every_kernel_agrees_with_its_definition_in_the_interpreter(names):
     files = [str(Path(__file__).with_name(f"test_{name}.py")) for name in names]
     options = ["-m", "interpreter", "-q", "-x", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, "everything was skipped"
 
