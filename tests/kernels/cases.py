@@ -91,6 +91,7 @@ class MixCase:
     centered: bool = False
     adds_sources: bool = False
     scale: float = 1.0
+    eps: float = 1e-6
     contiguous: bool = True
 
     def inputs(self, device: str) -> dict[str, Tensor]:
@@ -118,6 +119,7 @@ class MixCase:
         query, gain, residual = given["query"], given["key weight"], given.get("residual")
         weight = given.get("norm weight")
         options: dict = {"heads": self.heads, "head_norm": self.head_norm, "scale": self.scale}
+        options["eps"] = self.eps
         if not self.prior:
             options |= {"centered": self.centered, "adds_sources": self.adds_sources}
         else:

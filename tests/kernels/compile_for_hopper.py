@@ -13,6 +13,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from depthroute import ops
 from depthroute.ops import backends
 from tests.kernels.cases import (
     AttentionCase,
@@ -30,6 +31,7 @@ CASES = [
     MixCase(33, 3, 7168, residual=True, norm=True),
     MixCase(3, 3, 1000, heads=4, head_norm="slice", centered=True, dtype=torch.float16),
     MixCase(1, 1, 96, prior=True, dtype=torch.float32),
+    MixCase(3, 3, 1, residual=True, norm=True),
     MixCase(33, 3, 1024),
     MixCase(33, 3, 1024, dtype=torch.float32),
     BoundaryCase(3, 3, 1024),
@@ -65,6 +67,14 @@ def backward_of_parts(parts: int, width: int) -> None:
     )  # fmt: skip
 
 
+def heads_far_apart() -> None:
+    """So that 32 bits do not say where one begins; in memory that nothing is written to."""
+    memory = torch.empty(2**31 + 64, dtype=torch.bfloat16)
+    query = memory.as_strided((1, 3, 2, 16), (3 * 2**30, 2**30, 16, 1)).requires_grad_()
+    given = [torch.zeros(1, 1, 2, 16, dtype=torch.bfloat16)] * 2
+    ops.depth_attention_mix(query, given, given, backend="triton").sum().backward()
+
+
 def main() -> int:
     driver.set_active(HopperDriver())  # pyright: ignore[reportArgumentType]
     backends.INTERPRETS = True  # lets CPU tensors through to the launchers
@@ -84,6 +94,7 @@ def main() -> int:
         torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
     for parts in (2, 3):
         backward_of_parts(parts, 1024)
+    heads_far_apart()
     print(*sorted(compiled), sep="\n")
     return 0
 

@@ -87,6 +87,11 @@ MIX = [
     MixCase(13, 2, 1024, heads=4),
     MixCase(19, 2, 640, scale=0.5),
     MixCase(19, 2, 640, heads=4, residual=True, norm=True, dtype=fp16),
+    # lanes that are no heads have no norm either
+    MixCase(3, 2, 96, heads=3, head_norm="slice", norm=True, eps=0.0, dtype=fp32),
+    MixCase(19, 2, 96, heads=3, head_norm="slice", norm=True, eps=0.0),
+    # a column alone
+    MixCase(3, 2, 1, residual=True, norm=True),
 ]
 
 
@@ -232,6 +237,33 @@ def test_gradients_of_depth_attention_lie_as_what_they_are_of(layers, is_carried
     came = [g for g in case.arriving(read) if g is not None]
     grads = torch.autograd.grad(read, list(inputs.values()), came)
     assert [g.stride() for g in grads] == [t.stride() for t in inputs.values()]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("layers", [2, 9])
+def test_query_heads_of_a_kv_head_may_be_further_apart_than_32_bits_say(layers, tmp_path):
+    """As those of very long sequences are. Memory that nothing is written to takes no room."""
+    apart, heads = 2**30 + 8, 3
+    memory = torch.from_file(str(tmp_path / "m"), shared=True, size=2 * 2**32, dtype=bf16)
+
+    def far(start: int) -> torch.Tensor:
+        x = memory.as_strided((1, heads, 2, 16), (heads * apart, apart, 16, 1), 2**31 + start)
+        return x.copy_(torch.randn(1, heads, 2, 16))
+
+    pairs = [torch.randn(1, 1, 2, 16).to(bf16) for _ in range(2 * layers)]
+    grads = far(0), torch.randn(1, 1, 2, 16).to(bf16)
+
+    def run(query, backend):
+        query = query.detach().requires_grad_()
+        kept = [False] * layers
+        given = query, pairs[:layers], pairs[layers:], kept, backend
+        made = ops.depth_attention_carried(*given)
+        return made.mixed, torch.autograd.grad([made.query, made.mixed], query, grads)[0]
+
+    query = far(64)
+    expected, found = run(query.contiguous(), "triton"), run(query, "triton")
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 LOSS = [

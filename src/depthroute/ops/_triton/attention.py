@@ -31,6 +31,12 @@ def _address(p_table, j, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _head(r, stride, FAR: tl.constexpr):
+    """Offset of a KV head's query head ``r``, which 32 bits may not say where heads are ``FAR``."""
+    return tl.full([], r, tl.int64) * stride if FAR else r * stride
+
+
+@triton.jit
 def _mean_query(
     p_query,
     o_query,
@@ -38,12 +44,13 @@ def _mean_query(
     m,
     stride_h,
     R: tl.constexpr,
+    FAR: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
 ):
     b_q = tl.zeros([BR, BD], tl.float32)
     for r in tl.static_range(R):
-        b_q += tl.load(p_query + o_query + r * stride_h + o_d, m, 0.0).to(tl.float32)
+        b_q += tl.load(p_query + o_query + _head(r, stride_h, FAR) + o_d, m, 0.0).to(tl.float32)
     return b_q / R
 
 
@@ -90,6 +97,7 @@ def attention_forward_kernel(
     o_t,
     HEADS: tl.constexpr,
     R: tl.constexpr,
+    FAR: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
@@ -108,7 +116,7 @@ def attention_forward_kernel(
     o_d, o_v = tl.arange(0, BD)[None, :], tl.arange(0, BV)[None, :]
     m_d, m_v = m_row & (o_d < DK), m_row & (o_v < DV)
     o_query = i_batch * q_b + i_head * R * q_h + i_token * q_t
-    b_q = _mean_query(p_query, o_query, o_d, m_d, q_h, R, BR, BD) * scaling
+    b_q = _mean_query(p_query, o_query, o_d, m_d, q_h, R, FAR, BR, BD) * scaling
     o_key = i_batch * k_b + i_head * k_h + i_token * k_t + o_d
     o_value = i_batch * v_b + i_head * v_h + i_token * v_t + o_v
     b_acc = tl.zeros([BR, BV], tl.float32)
@@ -189,6 +197,7 @@ def attention_backward_kernel(
     cm_t,
     HEADS: tl.constexpr,
     R: tl.constexpr,
+    FAR: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
@@ -207,7 +216,7 @@ def attention_backward_kernel(
     o_d, o_v = tl.arange(0, BD)[None, :], tl.arange(0, BV)[None, :]
     m_d, m_v = m_row & (o_d < DK), m_row & (o_v < DV)
     o_query = i_batch * q_b + i_head * R * q_h + i_token * q_t
-    b_q = _mean_query(p_query, o_query, o_d, m_d, q_h, R, BR, BD)
+    b_q = _mean_query(p_query, o_query, o_d, m_d, q_h, R, FAR, BR, BD)
     o_key = i_batch * k_b + i_head * k_h + i_token * k_t + o_d
     o_value = i_batch * v_b + i_head * v_h + i_token * v_t + o_v
     o_dkey = i_batch * dk_b + i_head * dk_h + i_token * dk_t + o_d
@@ -227,7 +236,7 @@ def attention_backward_kernel(
     heads = ()  # before anything is stored: no load is to wait behind a store
     if p_cquery is not None and R <= HELD_HEADS:
         for r in tl.static_range(R):
-            heads = heads + (tl.load(p_cquery + o_cquery + r * cq_h, m_d, 0.0),)
+            heads = heads + (tl.load(p_cquery + o_cquery + _head(r, cq_h, FAR), m_d, 0.0),)
     if COUNT > 0:
         us, alphas = (), ()
         for j in tl.static_range(COUNT):
@@ -286,5 +295,7 @@ def attention_backward_kernel(
             if R <= HELD_HEADS:
                 b_head += heads[r].to(tl.float32)
             else:
-                b_head += tl.load(p_cquery + o_cquery + r * cq_h, m_d, 0.0).to(tl.float32)
-        tl.store(p_dquery + o_dquery + r * dq_h, b_head.to(p_dquery.dtype.element_ty), m_d)
+                p = p_cquery + o_cquery + _head(r, cq_h, FAR)
+                b_head += tl.load(p, m_d, 0.0).to(tl.float32)
+        p = p_dquery + o_dquery + _head(r, dq_h, FAR)
+        tl.store(p, b_head.to(p_dquery.dtype.element_ty), m_d)

@@ -21,7 +21,7 @@ from depthroute.ops._record import (
 )
 from depthroute.ops._triton import layout
 from depthroute.ops._triton.attention import attention_backward_kernel, attention_forward_kernel
-from depthroute.ops.private.launcher import Prepared, aligned, kinds
+from depthroute.ops.private.launcher import MAX_INT32, Prepared, aligned, kinds
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,18 @@ def plan(
     value: torch.dtype,
     others: tuple[torch.dtype | None, ...],
     strides: tuple[int, ...],
+    is_far: bool,
 ) -> Plan:
     """``count`` layers as arguments, or 0 for tables; ``others`` are the dtypes of further tensors
-    and lists, as far as they are there, ``strides`` their :func:`kinds`."""
+    and lists, as far as they are there, ``strides`` their :func:`kinds`; ``is_far`` if the query
+    heads of one KV head are further apart than 32 bits say."""
     launch = layout.changed(attention_launch(key_width, value_width), forced)
     run = Prepared(
         attention_backward_kernel if is_backward else attention_forward_kernel,
         launch.warps,
         HEADS=heads,
         R=query_heads // heads,
+        FAR=is_far,
         DK=key_width,
         DV=value_width,
         KEY_DTYPE=layout.DTYPES[key],
@@ -149,6 +152,7 @@ def _launch(
         value.dtype,
         tuple(others),
         kinds(strides),
+        query.shape[1] // heads * max(strides[1::3]) > MAX_INT32,
     )
     first: Any = ()
     if not is_few:

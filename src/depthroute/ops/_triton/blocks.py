@@ -82,7 +82,7 @@ def again(held, GPU: tl.constexpr = ON_GPU):
     wide = ()
     for j in tl.static_range(len(held)):
         b = held[j]
-        if GPU and b.dtype.primitive_bitwidth == 16:
+        if GPU and b.dtype.primitive_bitwidth == 16 and b.numel > 1:  # it takes two at a time
             b = tl.inline_asm_elementwise(
                 "mov.b32 $0, $1;", "=r,r", [b], dtype=b.dtype, is_pure=False, pack=2
             )
@@ -242,6 +242,15 @@ def norm_gradient(b_gy, b_w, b_xhat, b_r, b_mean):
 def over_norm_group(x, NORMS: tl.constexpr):
     """[BS, HB, 1] summed over heads, unless every head has its own statistics."""
     return tl.sum(x, 1, keep_dims=True) if NORMS == 1 else x
+
+
+@triton.jit
+def reciprocal_rms(b_square, m_h, eps, D: tl.constexpr, NORMS: tl.constexpr):
+    """1/rms of what has its own statistics, of sums of squares [BS, HB, 1]."""
+    b_mean = over_norm_group(b_square, NORMS) / (D // NORMS) + eps
+    if NORMS > 1 and b_square.shape[1] > NORMS:
+        b_mean = tl.where(m_h, b_mean, 1.0)  # lanes that are no heads: 0/0 if there is no eps
+    return tl.rsqrt(b_mean)
 
 
 @triton.jit

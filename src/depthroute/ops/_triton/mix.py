@@ -77,7 +77,7 @@ def mix_forward_kernel(
             p = blocks.pointers(p_sources, tl.minimum(o_n, S - 1), DTYPE)[:, None, None]
             b_s = blocks.hold(p + o_row, places, m_n, "evict_first")
             b_square, b_dot = blocks.squares_and_dots((b_s,), b_q)
-            b_rstd = tl.rsqrt(blocks.over_norm_group(b_square, NORMS) / (D // NORMS) + eps)
+            b_rstd = blocks.reciprocal_rms(b_square, m_h, eps, D, NORMS)
             b_logit = b_dot * b_rstd  # [BS, HB, 1]
             o_stat = o_n[:, None, None]
             tl.store(p_stat + o_stat * H + o_h, b_logit, m_n & m_h)

@@ -94,7 +94,7 @@ def resident_forward_kernel(
             b_top = b_prior_lse
         logits = ()
         for n in tl.static_range(S):
-            b_rstd = tl.rsqrt(blocks.over_norm_group(sums[2 * n], NORMS) / (D // NORMS) + eps)
+            b_rstd = blocks.reciprocal_rms(sums[2 * n], m_h, eps, D, NORMS)
             b_logit = sums[2 * n + 1] * b_rstd
             tl.store(p_stat + n * H + o_h, b_logit, m_h)
             tl.store(p_stat + S * H + n * NORMS + o_norm, b_rstd, o_norm < NORMS)
