@@ -208,6 +208,7 @@ def test_a_list_is_whole_in_a_narrow_terminal(depthroute, monkeypatch, tmp_path,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")  # a dumb one is taken to have 80
     run = tmp_path / "runs" / "one-of-a-name-that-is-long"
     run.mkdir(parents=True)
     config = {"kind": "train", "methods": {"delta:num_blocks=28": {}}, "seeds": [0]}
@@ -216,8 +217,18 @@ def test_a_list_is_whole_in_a_narrow_terminal(depthroute, monkeypatch, tmp_path,
     (run / "metrics.jsonl").touch()
     status, out, err = depthroute(*words)
     assert status == 0, err
-    assert "delta:num_blocks=28" in out and "\N{HORIZONTAL ELLIPSIS}" not in out
-    assert "0 of 1,234" in out or "what it is" in out
+    lines = plain(out).partition("go on with:")[0].splitlines()
+    assert max(map(len, lines)) <= int(columns) and "\N{HORIZONTAL ELLIPSIS}" not in out
+    if words == ("presets",):
+        assert {"delta-7.57b", "  method      delta:num_blocks=28"} <= set(lines)
+    elif columns == "60":
+        assert [line.split() for line in lines if "delta" in line or "ocks" in line] == [
+            ["one-of-a-name", "delta:num_bl", "0", "of", "1,234", "-", "stopped"],
+            ["-that-is-long", "ocks=28"],
+        ]
+    else:
+        assert {"one-of-a-name-that-is-long", "  method  delta:num_blocks=28"} <= set(lines)
+        assert "  steps   0 of 1,234" in lines
 
 
 def test_validating_has_a_line_while_it_lasts():

@@ -168,6 +168,7 @@ def test_a_terminal_without_room_for_a_table_shows_its_rows_as_lists_of_whole_fi
 ):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     name = "attnres-full:heads=4:x[b]"
     rows = [row | {"method": name, "routing_parameters": 98_766} for row in finished[1]["rows"]]
     print_table(comparison_table(finished[1] | {"rows": rows}))
