@@ -157,19 +157,24 @@ def test_bf16_halves_what_is_sent_and_kept_and_copies_the_weights():
     assert 0.4 < half.memory[0].activations / full.memory[0].activations < 0.8
 
 
-def test_a_frozen_base_has_copies_of_its_own_for_every_micro_batch_under_way():
+def test_a_frozen_base_is_copied_for_every_micro_batch_under_way():
     def frozen(**settings):
         model = on_meta(num_hidden_layers=8)
         model.freeze_base()
-        return plan_of(model, precision="bf16", **settings)
+        return plan_of(model, precision="bf16", **settings).memory
 
-    alone, pipeline = frozen(), frozen(pp=2, micro_batches=4)
-    trained = plan_of(pp=2, micro_batches=4, precision="bf16")
-    assert 2 * alone.memory[0].copies == alone.memory[0].parameters
-    more = [a.copies / b.copies for a, b in zip(pipeline.memory, trained.memory, strict=True)]
-    assert 1.9 < more[0] < 2 and more[1] == 1  # 1F1B has two under way on the first rank
-    assert frozen(recomputes=True).memory[0].copies == alone.memory[0].gradients // 2
-    shared = frozen(tp=2).memory[0]
+    def without_copies(**settings):  # each rank of FSDP2 has bf16 shards, and as many rows
+        return frozen(mode="fsdp", dp=2, batch_size=32, **settings)
+
+    for settings, under_way in (({}, [1]), ({"pp": 2, "micro_batches": 4}, [2, 1])):  # in 1F1B
+        both = zip(frozen(**settings), without_copies(**settings), under_way, strict=True)
+        for memory, without, count in both:
+            assert 2 * memory.copies == memory.gradients < memory.parameters / 4
+            copied = count * (memory.parameters - memory.gradients) // 2
+            assert memory.activations == without.activations + copied
+    (again,), (without,) = (made(recomputes=True) for made in (frozen, without_copies))
+    assert again.activations == without.activations, "copies are made again, too"
+    (shared,) = frozen(tp=2)
     assert 0 < shared.gradients < shared.parameters / 4
 
 

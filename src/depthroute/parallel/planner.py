@@ -201,28 +201,13 @@ def forecast(
     traces = tracing.traced(model.train(), layout, rows, length, mesh.tp)
     sizes = {name: size for trace in traces for name, size in trace.sizes.items()}
     orders = timeline.orders(layout)
-
-    def of(rank: int, numbers: list[int]) -> int:
-        return sum(numbers[stage.index] for stage in layout.on(rank))
-
-    def copies(rank: int, order: list[timeline.Action]) -> int:
-        """Autocast has one of a trained weight for all micro-batches; of one that is frozen each
-        makes its own, which is made again where layers are."""
-        if precision != "bf16" or mesh.mode == "fsdp":
-            return 0
-        others = [0 if recomputes else c - t for c, t in zip(counts, trained, strict=True)]
-        own = timeline.most_alive(order, others, splits_backward=is_split)
-        return COPY * (of(rank, trained) + own)
-
+    kept, has_copies = [t.kept for t in traces], precision == "bf16" and mesh.mode != "fsdp"
+    if has_copies and not recomputes:  # autocast copies what is frozen for each micro-batch anew
+        kept = [k + COPY * (c - t) for k, c, t in zip(kept, counts, trained, strict=True)]
     memory = [
-        _weights(of(rank, counts), of(rank, trained), mesh)
+        _weights(_of(layout, rank, counts), _of(layout, rank, trained), mesh, has_copies)
         | _streams(layout, rank, sizes)
-        | {
-            "copies": copies(rank, order),
-            "activations": timeline.most_alive(
-                order, [trace.kept for trace in traces], splits_backward=is_split
-            ),
-        }
+        | {"activations": timeline.most_alive(order, kept, splits_backward=is_split)}
         for rank, order in enumerate(orders)
     ]
     return Forecast(
@@ -239,7 +224,11 @@ def forecast(
     )
 
 
-def _weights(count: int, trained: int, mesh: MeshLayout) -> dict[str, int]:
+def _of(layout: PipelineLayout, rank: int, numbers: list[int]) -> int:
+    return sum(numbers[stage.index] for stage in layout.on(rank))
+
+
+def _weights(count: int, trained: int, mesh: MeshLayout, has_copies: bool) -> dict[str, int]:
     """Of a rank whose stages have ``count`` parameters, so many of them ``trained``."""
     shards = mesh.dp or 1 if mesh.mode == "fsdp" else 1
     held, updated = -(-count // shards), -(-trained // shards)
@@ -247,6 +236,7 @@ def _weights(count: int, trained: int, mesh: MeshLayout) -> dict[str, int]:
         "parameters": WEIGHT * held,
         "gradients": GRADIENT * updated,
         "optimizer": MOMENTS * updated,
+        "copies": COPY * trained * has_copies,
     }
 
 
